@@ -1,0 +1,66 @@
+# `make demo` and `make test` set everything up on a fresh machine; the other targets build on the same environment.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+PYTHON := .venv/bin/python
+PROMPT ?= Return the sum of the array elements over the given axis.
+# Two workers: JAX itself uses the remaining cores.
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+
+.PHONY: help setup demo test test-full test-gpu lint format doctest wheel-check compile-check bench lock clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+setup: ## make .venv with the locked packages and the project
+	@scripts/setup.sh main
+
+demo: setup ## let the shipped model write text through the paged cache
+	@.venv/bin/dsa-jax generate "$(PROMPT)"
+
+.cuda-wheels: setup
+	@scripts/setup.sh compile
+.PHONY: .cuda-wheels
+
+test: .cuda-wheels ## run the tests on the CPU
+	$(PYTEST)
+
+test-full: .cuda-wheels ## run the slow tests as well
+	$(PYTEST) -m "not gpu"
+
+test-gpu: setup ## run the tests that need an NVIDIA card
+	$(PYTHON) -m pytest -m gpu
+
+lint: setup ## check style, format and types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	@mkdir -p typings/dsa_jax && ln -sfn ../../models typings/dsa_jax/models
+	$(PYTHON) -m pyright
+
+format: setup ## rewrite the code in the project's format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+doctest: setup ## run the examples of the docstrings
+	$(PYTHON) -m pytest tests/test_doctests.py
+
+wheel-check: setup ## build the wheel and use it outside the checkout
+	@scripts/check_wheel.sh
+
+compile-check: setup ## compile the GPU kernels with the next JAX, without a GPU
+	@scripts/setup.sh jax-0.12
+	@if [ ! -x .venv-jax-0.12/bin/python ]; then exit 0; fi; status=0; \
+	.venv-jax-0.12/bin/python -m pytest tests -m compile || status=$$?; \
+	if [ $$status = 5 ]; then echo "compile-check: no test carries the marker 'compile' yet; nothing was compiled"; \
+	else exit $$status; fi
+
+bench: setup ## run the benchmarks
+	$(PYTHON) -m benchmarks
+
+lock: setup ## resolve the lock files again
+	@scripts/lock.sh
+
+clean: ## remove what the targets made, environments included
+	rm -rf .venv .venv-jax-0.12 .cuda-wheels .uv build dist typings dsa_jax.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+"""Reading of single fields of a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class FieldReader:
+    """Reads fields and collects what is wrong with them."""
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self.mapping = mapping
+        self.problems: list[str] = []
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.mapping.get(name)
+        if value is None:
+            if default is None:
+                self.problems.append(f"{name} is missing")
+            return default or 0
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.problems.append(f"{name}={value!r} is not an integer")
+            return 0
+        if value < 0:
+            self.problems.append(f"{name}={value} is negative")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.mapping.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problems.append(f"{name}={value!r} is not true or false")
+        return bool(value)
+
+    def finish(self, architecture: str) -> None:
+        if self.problems:
+            raise ValueError(f"DSAConfig.from_hf({architecture}): " + "; ".join(self.problems))

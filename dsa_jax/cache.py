@@ -1,0 +1,184 @@
+"""The cache: one immutable pytree of page pools and per-layer index maps.
+
+Nothing here writes. Ops take a cache and return a new one; when the caller's outermost ``jit`` donates the old cache, the
+pools are updated in place, and without donation the old cache stays valid and unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dsa_jax.layout import CacheLayout, Role
+
+POOL_NAMES = ("key", "key_scale", "key_rope", "index_key", "index_scale")
+"""Names of the pool leaves, in pytree order; a form that has no such array leaves None."""
+
+IMPLEMENTED_KEY_FORMS = ("bf16", "f32")
+IMPLEMENTED_INDEX_FORMS = ("fp8", "f32")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Page pools and index maps of one rank.
+
+    Attributes:
+        key: latent and rotary key of MLA, ``[slots * scale, T, width]`` (V2) or ``[slots, rows, T, width]`` (V1).
+        key_scale: block scales of quantised latents, or None.
+        key_rope: rotary part where the form keeps it apart, or None.
+        index_key: indexer keys, ``[..., T, D]`` codes (``uint8``) or ``float32`` values; None where no local layer owns an
+            indexer.
+        index_scale: ``float32[..., T]`` scales of the indexer keys, or None.
+        key_offsets: ``int32[L]``, layer offset of each local layer in the KEY pool.
+        index_offsets: ``int32[L]``, layer offset in the INDEX_KEY pool, -1 for layers without an indexer.
+        layout: the static description.
+    """
+
+    key: Array
+    key_scale: Array | None = None
+    key_rope: Array | None = None
+    index_key: Array | None = None
+    index_scale: Array | None = None
+    key_offsets: Array
+    index_offsets: Array
+    layout: CacheLayout = field(metadata={"static": True})
+
+    @classmethod
+    def create(cls, layout: CacheLayout, slots: int) -> Cache:
+        """Allocate an empty cache. Every leaf owns its buffer, so the whole cache can be donated.
+
+        Args:
+            layout: what to allocate.
+            slots: physical page slots shared by all pools; tokens that fit are ``slots * layout.page_size``.
+
+        Raises:
+            ValueError: for fewer than one slot or a form that no op can write yet.
+        """
+        _check_create(layout, slots)
+        arrays = {spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in layout.arrays(slots)}
+        return cls._build(layout, arrays, jnp.asarray)
+
+    @classmethod
+    def abstract(cls, layout: CacheLayout, slots: int) -> Cache:
+        """The same tree of ``jax.ShapeDtypeStruct``, without allocating anything."""
+        _check_create(layout, slots)
+        arrays = {s.name: jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.arrays(slots)}
+        return cls._build(layout, arrays, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    @classmethod
+    def _build(cls, layout, arrays, wrap) -> Cache:
+        return cls(
+            **arrays,
+            key_offsets=wrap(np.asarray(layout.layer_offsets(Role.KEY), np.int32)),
+            index_offsets=wrap(np.asarray(layout.layer_offsets(Role.INDEX_KEY), np.int32)),
+            layout=layout,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Physical page slots of every pool."""
+        if self.layout.manager == "v1":
+            return self.key.shape[0]
+        return self.key.shape[0] // self.layout.scale(Role.KEY)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page pools; the index maps (eight bytes a layer) are apart."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.pools().values())
+
+    def pools(self) -> dict[str, Array]:
+        """The pool leaves that this layout has, by name."""
+        return {name: leaf for name in POOL_NAMES if (leaf := getattr(self, name)) is not None}
+
+    def pages(self, name: str) -> Array:
+        """One pool as flat pages ``[P, T, ...]``, which is all that ops see (a free reshape under V1)."""
+        pool = getattr(self, name)
+        if self.layout.manager == "v1":
+            return pool.reshape(pool.shape[0] * pool.shape[1], *pool.shape[2:])
+        return pool
+
+    def replace_pages(self, **pages: Array) -> Cache:
+        """A cache with the named pools replaced, each given as flat pages."""
+        return replace(self, **{n: p.reshape(getattr(self, n).shape) for n, p in pages.items()})
+
+    def page_of(self, role: Role, layer: int | Array, slot: Array) -> Array:
+        """Page of each raw slot for a (local layer, role): ``slot * scale + layer_offset``; -1 where there is none.
+
+        A slot that is negative or beyond the pool has no page. A Python ``layer`` is checked here; a traced one that does
+        not exist or owns no such role yields -1 for every slot.
+
+        Args:
+            role: ``Role.KEY`` or ``Role.INDEX_KEY``.
+            layer: local layer number.
+            slot: ``int32`` raw slots of any shape, -1 for none.
+
+        Raises:
+            ValueError: for a layer that is not local, or that is a shared-indexer layer when ``role`` is INDEX_KEY.
+        """
+        offset = self.layer_offset(role, layer)
+        known = (slot >= 0) & (slot < self.slots) & (offset >= 0)
+        return jnp.where(known, slot * self.layout.scale(role) + offset, -1)
+
+    def layer_offset(self, role: Role, layer: int | Array) -> Array:
+        """``int32`` scalar: the layer's offset in the pool of ``role``. Checks a Python ``layer`` as ``page_of`` does."""
+        if isinstance(layer, (int, np.integer)):
+            self.layout.page_index(int(layer), role)
+        offsets = self.index_offsets if role == Role.INDEX_KEY else self.key_offsets
+        # A traced layer cannot be checked; out of range it must not wrap or clamp into another layer's pages.
+        return offsets.at[layer].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+
+    def validate(self) -> None:
+        """Check that every leaf is what the layout says.
+
+        Raises:
+            ValueError: naming every leaf that differs, with what came and what is wanted.
+        """
+        problems = []
+        for spec in self.layout.arrays(self.slots):
+            leaf = getattr(self, spec.name)
+            if leaf is None or tuple(leaf.shape) != tuple(spec.shape) or leaf.dtype != np.dtype(spec.dtype):
+                came = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+                problems.append(f"{spec.name} is {came}, wanted {np.dtype(spec.dtype)}{list(spec.shape)}")
+        wanted = {spec.name for spec in self.layout.arrays(self.slots)}
+        problems += [f"{name} is present, wanted nothing" for name in self.pools() if name not in wanted]
+        for name, role in (("key_offsets", Role.KEY), ("index_offsets", Role.INDEX_KEY)):
+            if np.asarray(getattr(self, name)).tolist() != list(self.layout.layer_offsets(role)):
+                problems.append(f"{name} differs from the layout's {list(self.layout.layer_offsets(role))}")
+        if problems:
+            raise ValueError(
+                "Cache.validate: "
+                + "; ".join(problems)
+                + ". Build the cache with Cache.create(layout, slots)."
+            )
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        if not all(hasattr(leaf, "dtype") for leaf in (self.key, *self.pools().values())):
+            return f"Cache({', '.join(f'{name}={leaf!r}' for name, leaf in self.pools().items())})"  # specs, shardings
+        roles = ", ".join(f"{role} {size} B" for role, size in layout.bytes_per_token_by_role.items())
+        return (
+            f"Cache({layout.manager}, {len(layout.layers)} layers, {self.slots} slots x {layout.page_size} tokens, "
+            f"per token: {roles}; {self.nbytes:,} B)"
+        )
+
+
+def _check_create(layout: CacheLayout, slots: int) -> None:
+    problems = []
+    if not isinstance(slots, (int, np.integer)) or slots < 1:
+        problems.append(f"slots is {slots!r}; wanted at least 1 page slot")
+    if layout.key_form not in IMPLEMENTED_KEY_FORMS:
+        problems.append(
+            f"key_form is {layout.key_form!r}; ops read and write {', '.join(IMPLEMENTED_KEY_FORMS)}"
+        )
+    if layout.index_form not in IMPLEMENTED_INDEX_FORMS:
+        problems.append(
+            f"index_form is {layout.index_form!r}; ops read and write {', '.join(IMPLEMENTED_INDEX_FORMS)}"
+        )
+    if problems:
+        raise ValueError("Cache.create: " + "; ".join(problems) + ". Change the layout or the slot count.")

@@ -1,0 +1,370 @@
+"""What a step knows: facts in, everything else derived.
+
+``StepMetadata`` holds the page table, the lengths and the new-token counts, nothing that could go stale. ``derive()`` is
+called at the top of the jitted step and gives positions, destination rows, causal limits and windows. To correct a length
+is to replace a fact: ``dataclasses.replace(meta, kv_lens=...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dsa_jax.layout import CacheLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Static padded sizes that a jitted step is traced for.
+
+    The first ``context_requests`` requests are contexts: their new tokens are packed one request after the other into
+    the first ``context_tokens`` token places. Then come ``decode_requests`` requests with ``next_n`` places each.
+
+    Attributes:
+        context_requests: requests in the prefill part.
+        context_tokens: token places shared by them.
+        decode_requests: requests in the decode part.
+        next_n: token places of each decode request.
+        table_width: W, pages a sequence can have.
+        gathered_keys: keys that ``gather_index_k`` returns for the contexts; 0 when it is not called.
+    """
+
+    context_requests: int = 0
+    context_tokens: int = 0
+    decode_requests: int = 0
+    next_n: int = 1
+    table_width: int
+    gathered_keys: int = 0
+
+    @property
+    def requests(self) -> int:
+        """R, all request places."""
+        return self.context_requests + self.decode_requests
+
+    @property
+    def tokens(self) -> int:
+        """N, all token places."""
+        return self.context_tokens + self.decode_requests * self.next_n
+
+    def validate(self) -> None:
+        """Raise ValueError naming every size that makes no sense."""
+        problems = []
+        for name in ("context_requests", "context_tokens", "decode_requests", "gathered_keys"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name} is {getattr(self, name)}; wanted at least 0")
+        if self.next_n < 1:
+            problems.append(f"next_n is {self.next_n}; wanted at least 1")
+        if self.table_width < 1:
+            problems.append(f"table_width is {self.table_width}; wanted at least 1 page")
+        if bool(self.context_requests) != bool(self.context_tokens):
+            problems.append(
+                f"context_requests is {self.context_requests} and context_tokens {self.context_tokens}; "
+                "wanted both or neither"
+            )
+        if problems:
+            raise ValueError("Bucket: " + "; ".join(problems) + ". Choose sizes that hold the batch.")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepMetadata:
+    """The facts of one step. Contexts come first, then decode requests; unused request places have both lengths 0.
+
+    Attributes:
+        page_table: ``int32[R, W]`` raw slots, -1 where there is no page. What lies past a sequence's length is ignored.
+        kv_lens: ``int32[R]`` tokens of each sequence after this step, its new tokens included.
+        new_lens: ``int32[R]`` tokens that this step adds.
+        layout: layout of the cache that the step runs on; every op checks it against the cache it is given.
+        bucket: the static sizes.
+    """
+
+    page_table: Array
+    kv_lens: Array
+    new_lens: Array
+    layout: CacheLayout = field(metadata={"static": True})
+    bucket: Bucket = field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        layout: CacheLayout,
+        bucket: Bucket,
+        page_tables: Sequence[Sequence[int]],
+        kv_lens: Sequence[int],
+        new_lens: Sequence[int],
+    ) -> StepMetadata:
+        """Build and check the facts on the host. Arrays are fresh, so the caller's lists may be reused at once.
+
+        Args:
+            layout: layout of the cache.
+            bucket: static sizes; requests are padded up to ``bucket.requests``.
+            page_tables: for each request its raw slots. The first ``bucket.context_requests`` entries are contexts
+                (pass empty entries to leave places unused), the rest decode requests.
+            kv_lens: tokens of each request after the step.
+            new_lens: tokens that the step adds to each.
+
+        Raises:
+            ValueError: listing every request that does not fit.
+        """
+        bucket.validate()
+        count, width = bucket.requests, bucket.table_width
+        if not len(page_tables) == len(kv_lens) == len(new_lens) or len(kv_lens) > count:
+            raise ValueError(
+                f"StepMetadata.create: {len(page_tables)} page tables, {len(kv_lens)} kv_lens and {len(new_lens)} new_lens; "
+                f"wanted the same number of each, at most {count} (the bucket's requests). Use a larger bucket."
+            )
+        table = np.full((count, width), -1, np.int32)
+        kv = np.zeros(count, np.int32)
+        new = np.zeros(count, np.int32)
+        kv[: len(kv_lens)] = kv_lens
+        new[: len(new_lens)] = new_lens
+        for row, slots in enumerate(page_tables):
+            kept = list(slots)[:width]  # a wider table is fine as long as no length needs the cut columns
+            table[row, : len(kept)] = kept
+        meta = cls(
+            page_table=jnp.array(table),
+            kv_lens=jnp.array(kv),
+            new_lens=jnp.array(new),
+            layout=layout,
+            bucket=bucket,
+        )
+        _check_facts(table, kv, new, layout, bucket)
+        return meta
+
+    def validate(self) -> None:
+        """Check the facts on the host (copies them from the device). Raises ValueError listing all problems."""
+        self.bucket.validate()
+        _check_shapes(self)
+        _check_facts(
+            np.asarray(self.page_table),
+            np.asarray(self.kv_lens),
+            np.asarray(self.new_lens),
+            self.layout,
+            self.bucket,
+        )
+
+    def derive(self) -> Step:
+        """Everything that follows from the facts. Pure jnp, meant for the top of a jitted step."""
+        _check_shapes(self)
+        bucket, page_size = self.bucket, self.layout.page_size
+        kv_lens = jnp.maximum(self.kv_lens, 0)
+        new_lens = jnp.maximum(self.new_lens, 0)
+        page = jnp.arange(bucket.table_width, dtype=jnp.int32)
+        held = page[None, :] * page_size < kv_lens[:, None]
+        table = jnp.where(held, jnp.maximum(self.page_table, -1), -1)
+
+        requests, ordinal = _token_places(bucket, new_lens)
+        real = requests >= 0
+        request = jnp.maximum(requests, 0)
+        positions = (
+            jnp.where(real, kv_lens[request] - new_lens[request] + ordinal, -1)
+            if bucket.requests
+            else requests
+        )
+        positions = jnp.maximum(positions, -1)
+
+        context_lens = kv_lens[: bucket.context_requests]
+        ends = jnp.cumsum(context_lens, dtype=jnp.int32)
+        starts = ends - context_lens
+        in_context = jnp.arange(bucket.tokens, dtype=jnp.int32) < bucket.context_tokens
+        if bucket.context_requests:
+            start = starts[jnp.minimum(request, bucket.context_requests - 1)]
+            key_starts = jnp.where(in_context & (positions >= 0), start, 0)
+        else:
+            key_starts = jnp.zeros_like(positions)
+        key_ends = jnp.where(in_context & (positions >= 0), key_starts + positions + 1, key_starts)
+
+        return Step(
+            page_table=table,
+            kv_lens=kv_lens,
+            new_lens=new_lens,
+            requests=requests,
+            positions=positions,
+            limits=positions + 1,
+            rows=rows_of(table, requests, positions, page_size),
+            key_starts=key_starts,
+            key_ends=key_ends,
+            gather_rows=_gather_rows(table[: bucket.context_requests], ends, bucket, page_size),
+            layout=self.layout,
+            bucket=bucket,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What ``StepMetadata.derive`` gives. It lives inside a jitted step only: never stored, never returned.
+
+    Attributes:
+        page_table: ``int32[R, W]`` raw slots, -1 at and beyond the sequence's last page.
+        kv_lens, new_lens: ``int32[R]``, not negative.
+        requests: ``int32[N]`` request of each token place, -1 for padding.
+        positions: ``int32[N]`` position in its sequence, -1 for padding.
+        limits: ``int32[N]`` keys that a token may see, ``positions + 1``; 0 for padding.
+        rows: ``int32[N]`` destination ``slot * T + offset`` of each new token, -1 where nothing is written.
+        key_starts, key_ends: ``int32[N]`` window of a context token in the gathered keys; empty for all others.
+        gather_rows: ``int32[gathered_keys]`` rows of the contexts' whole key history, request after request, then -1.
+        layout, bucket: static, as in the metadata.
+    """
+
+    page_table: Array
+    kv_lens: Array
+    new_lens: Array
+    requests: Array
+    positions: Array
+    limits: Array
+    rows: Array
+    key_starts: Array
+    key_ends: Array
+    gather_rows: Array
+    layout: CacheLayout = field(metadata={"static": True})
+    bucket: Bucket = field(metadata={"static": True})
+
+    def context_part(self) -> Step:
+        """The step of the context tokens alone: ``N = context_tokens``, ``R = context_requests``."""
+        bucket = replace(self.bucket, decode_requests=0)
+        return self._part(slice(0, bucket.requests), slice(0, bucket.tokens), bucket)
+
+    def decode_part(self) -> Step:
+        """The step of the decode requests alone, their tokens on a grid ``[decode_requests, next_n]``."""
+        bucket = replace(self.bucket, context_requests=0, context_tokens=0, gathered_keys=0)
+        first, start = self.bucket.context_requests, self.bucket.context_tokens
+        return self._part(slice(first, None), slice(start, None), bucket)
+
+    def context_chunk(self, start: Array | int, size: int) -> Step:
+        """``size`` consecutive token places of a step without decode requests; ``start`` may be traced."""
+        if self.bucket.decode_requests:
+            raise ValueError("Step.context_chunk: the step has decode requests; call context_part() first.")
+        tokens = {n: lax.dynamic_slice_in_dim(getattr(self, n), start, size) for n in _TOKEN_FIELDS}
+        return replace(self, **tokens, bucket=replace(self.bucket, context_tokens=size))
+
+    def decode_chunk(self, start: Array | int, size: int) -> Step:
+        """``size`` consecutive requests of a step without contexts; ``start`` may be traced."""
+        if self.bucket.context_requests:
+            raise ValueError("Step.decode_chunk: the step has contexts; call decode_part() first.")
+        n = self.bucket.next_n
+        tokens = {f: lax.dynamic_slice_in_dim(getattr(self, f), start * n, size * n) for f in _TOKEN_FIELDS}
+        requests = {f: lax.dynamic_slice_in_dim(getattr(self, f), start, size) for f in _REQUEST_FIELDS}
+        number = tokens["requests"]
+        tokens["requests"] = jnp.where(number >= 0, number - start, -1)
+        return replace(self, **tokens, **requests, bucket=replace(self.bucket, decode_requests=size))
+
+    def _part(self, requests: slice, tokens: slice, bucket: Bucket) -> Step:
+        per_token = {n: getattr(self, n)[tokens] for n in _TOKEN_FIELDS}
+        per_request = {n: getattr(self, n)[requests] for n in _REQUEST_FIELDS}
+        number = per_token["requests"]
+        per_token["requests"] = jnp.where(number >= 0, number - (requests.start or 0), -1)
+        gather_rows = self.gather_rows[: bucket.gathered_keys]
+        return replace(self, **per_token, **per_request, gather_rows=gather_rows, bucket=bucket)
+
+
+_TOKEN_FIELDS = ("requests", "positions", "limits", "rows", "key_starts", "key_ends")
+_REQUEST_FIELDS = ("page_table", "kv_lens", "new_lens")
+
+
+def rows_of(table: Array, requests: Array, positions: Array, page_size: int) -> Array:
+    """Cache row of a position of a request: ``table[request, position // T] * T + position % T``.
+
+    -1 where the position is negative, its column lies beyond the table, the request lies outside it, or the table has no
+    page there. Nothing wraps and nothing is clamped into another request's pages.
+
+    Args:
+        table: ``int32[R, W]`` raw slots.
+        requests: ``int32[...]``.
+        positions: ``int32[...]``, broadcast with ``requests``.
+        page_size: T.
+
+    Returns:
+        ``int32`` rows.
+    """
+    count, width = table.shape
+    if not count:
+        return jnp.full_like(positions, -1)
+    column = positions // page_size
+    inside = (positions >= 0) & (column < width) & (requests >= 0) & (requests < count)
+    slot = table[jnp.clip(requests, 0, count - 1), jnp.clip(column, 0, width - 1)]
+    return jnp.where(inside & (slot >= 0), slot * page_size + positions % page_size, -1)
+
+
+def _token_places(bucket: Bucket, new_lens: Array) -> tuple[Array, Array]:
+    """Request of each token place (-1 for padding) and the token's number among its request's new tokens."""
+    contexts = bucket.context_requests
+    place = jnp.arange(bucket.context_tokens, dtype=jnp.int32)
+    ends = jnp.cumsum(new_lens[:contexts], dtype=jnp.int32)
+    # Compared with all ends at once: the default searchsorted is a loop, and empty requests are skipped naturally.
+    request = jnp.sum((place[:, None] >= ends[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    if contexts:
+        start = (ends - new_lens[:contexts])[jnp.minimum(request, contexts - 1)]
+        context = jnp.where(request < contexts, request, -1), place - start
+    else:
+        context = jnp.full_like(place, -1), place
+
+    ordinal = jnp.arange(bucket.next_n, dtype=jnp.int32)[None, :]
+    number = jnp.arange(contexts, bucket.requests, dtype=jnp.int32)[:, None]
+    used = ordinal < new_lens[contexts:, None]
+    decode = jnp.where(used, number, -1), jnp.broadcast_to(ordinal, used.shape)
+    return (
+        jnp.concatenate([context[0], decode[0].reshape(-1)]),
+        jnp.concatenate([context[1], decode[1].reshape(-1)]),
+    )
+
+
+def _gather_rows(table: Array, ends: Array, bucket: Bucket, page_size: int) -> Array:
+    """Rows of the contexts' keys, packed: key g belongs to the first request whose cumulative length exceeds g."""
+    key = jnp.arange(bucket.gathered_keys, dtype=jnp.int32)
+    contexts = bucket.context_requests
+    if not contexts or not bucket.gathered_keys:
+        return jnp.full_like(key, -1)
+    request = jnp.sum((key[:, None] >= ends[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    start = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])[jnp.minimum(request, contexts)]
+    return rows_of(table, request, key - start, page_size)
+
+
+def _check_shapes(meta: StepMetadata) -> None:
+    count, width = meta.bucket.requests, meta.bucket.table_width
+    problems = []
+    for name, wanted in (("page_table", (count, width)), ("kv_lens", (count,)), ("new_lens", (count,))):
+        array = getattr(meta, name)
+        if tuple(array.shape) != wanted or array.dtype != jnp.int32:
+            problems.append(f"{name} is {array.dtype}{list(array.shape)}, wanted int32{list(wanted)}")
+    if problems:
+        raise ValueError(
+            "StepMetadata: "
+            + "; ".join(problems)
+            + ". The bucket says R and W: build the facts with StepMetadata.create."
+        )
+
+
+def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) -> None:
+    problems = []
+    contexts = bucket.context_requests
+    for r, (kv, new) in enumerate(zip(kv_lens.tolist(), new_lens.tolist(), strict=True)):
+        if kv < 0 or new < 0 or new > kv:
+            problems.append(f"request {r} has kv_len {kv} and new_len {new}; wanted 0 <= new_len <= kv_len")
+            continue
+        pages = -(-kv // layout.page_size)
+        if pages > bucket.table_width:
+            problems.append(
+                f"request {r} of {kv} tokens needs {pages} pages, the table is {bucket.table_width} wide"
+            )
+        elif (table[r, :pages] < 0).any():
+            problems.append(f"request {r} of {kv} tokens needs {pages} pages, its table has a gap")
+        if r >= contexts and new > bucket.next_n:
+            problems.append(f"decode request {r} adds {new} tokens, next_n is {bucket.next_n}")
+    added = int(new_lens[:contexts].sum())
+    if added > bucket.context_tokens:
+        problems.append(f"the contexts add {added} tokens, the bucket has {bucket.context_tokens} places")
+    held = int(kv_lens[:contexts].sum())
+    if bucket.gathered_keys and held > bucket.gathered_keys:
+        problems.append(f"the contexts hold {held} keys, gathered_keys is {bucket.gathered_keys}")
+    if problems:
+        raise ValueError(
+            "StepMetadata: "
+            + "; ".join(problems)
+            + ". Use a larger bucket, or split the step into smaller ones."
+        )

@@ -1,0 +1,133 @@
+"""Writing a step's new tokens into the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+from jax import Array
+
+from dsa_jax import xla
+from dsa_jax.cache import Cache
+from dsa_jax.layout import Role
+from dsa_jax.metadata import Step
+from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+from dsa_jax.quant import ScaleRule
+
+
+def quantize_index_k(
+    k: Array, form: str, *, scale_rule: ScaleRule = "ue8m0", implementation: Choice = None
+) -> tuple[Array, Array | None]:
+    """Quantise indexer keys as the cache stores them.
+
+    Args:
+        k: floats ``[N, D]``: after LayerNorm, rotary and, where the layout says so, Hadamard.
+        form: ``"fp8"`` or ``"f32"``.
+        scale_rule: ``"ue8m0"`` (power-of-two scales, DeepSeek's default) or ``"fp32"``.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        ``(uint8[N, D], float32[N])`` for ``"fp8"``; ``(float32[N, D], None)`` for ``"f32"``.
+
+    Raises:
+        ValueError: for a wrong shape or dtype, or an unknown form.
+
+    >>> import jax.numpy as jnp
+    >>> data, scale = quantize_index_k(jnp.full((1, 128), 448.0, jnp.float32), "fp8")
+    >>> int(data[0, 0]), float(scale[0])
+    (126, 1.0)
+    """
+    problems = Problems("quantize_index_k")
+    problems.shape("k", k, (None, None), "N, D")
+    problems.dtype("k", k, ("float",))
+    if form not in ("fp8", "f32"):
+        problems.note(f"form is {form!r}, wanted 'fp8' or 'f32'")
+    problems.raise_if_any("Pass float keys [N, D] and one of the index forms.")
+    candidates = (Candidate("xla", xla.quantize_index_k),)
+    return dispatch("quantize_index_k", implementation, candidates, k, form, scale_rule)
+
+
+def append_index_k(
+    cache: Cache, layer: int | Array, k: Array, step: Step, *, implementation: Choice = None
+) -> Cache:
+    """Quantise the step's indexer keys and write them at the step's rows.
+
+    Padding tokens (row -1) write nothing. The keys must carry the Hadamard rotation exactly when
+    ``cache.layout.hadamard`` is set, as must the queries.
+
+    Args:
+        cache: the cache; not changed. Under a ``jit`` that donates it, the pool is updated in place.
+        layer: local layer number, a Python int or a traced ``int32`` scalar.
+        k: floats ``[N, D]``.
+        step: ``StepMetadata.derive()`` for this cache's layout.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        A cache with the new keys.
+
+    Raises:
+        ValueError: for a wrong shape or dtype, another cache's step, or a shared-indexer layer.
+    """
+    problems = Problems("append_index_k")
+    problems.shape("k", k, (step.bucket.tokens, cache.layout.index_head_dim), "N, D")
+    problems.dtype("k", k, ("float",))
+    problems.same_layout(cache, step)
+    problems.raise_if_any("Pass one float key per token place of the step's bucket.")
+    check_layer(cache, layer, Role.INDEX_KEY)
+    candidates = (Candidate("xla", xla.append_index_k),)
+    return dispatch("append_index_k", implementation, candidates, cache, layer, k, step.rows)
+
+
+def append_latent(
+    cache: Cache,
+    layer: int | Array,
+    latent: Array,
+    k_rope: Array,
+    step: Step,
+    *,
+    key_scale: float | Array | None = None,
+    implementation: Choice = None,
+) -> Cache:
+    """Write the step's MLA latents and rotary keys at the step's rows.
+
+    Args:
+        cache: the cache; not changed.
+        layer: local layer number, a Python int or a traced ``int32`` scalar.
+        latent: floats ``[N, latent_dim]``, after the latent's RMSNorm.
+        k_rope: floats ``[N, rope_dim]``, after rotary.
+        step: ``StepMetadata.derive()`` for this cache's layout.
+        key_scale: per-tensor scale of FP8 and NVFP4 latents; the float forms have none.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        A cache with the new latents.
+
+    Raises:
+        ValueError: for a wrong shape or dtype, another cache's step, an unknown layer, or a ``key_scale`` that the form
+            does not take.
+    """
+    layout = cache.layout
+    problems = Problems("append_latent")
+    problems.shape("latent", latent, (step.bucket.tokens, layout.latent_dim), "N, latent_dim")
+    problems.shape("k_rope", k_rope, (step.bucket.tokens, layout.rope_dim), "N, rope_dim")
+    problems.dtype("latent", latent, ("float",))
+    problems.dtype("k_rope", k_rope, ("float",))
+    problems.same_layout(cache, step)
+    check_key_scale(problems, cache, key_scale)
+    problems.raise_if_any("Pass one float row per token place of the step's bucket.")
+    check_layer(cache, layer, Role.KEY)
+    candidates = (Candidate("xla", xla.append_latent),)
+    return dispatch("append_latent", implementation, candidates, cache, layer, latent, k_rope, step.rows)
+
+
+def check_layer(cache: Cache, layer: int | Array, role: Role) -> None:
+    """Raise ValueError for a Python layer number that has no pages of ``role``, before anything is computed."""
+    if isinstance(layer, (int, np.integer)):
+        cache.layout.page_index(int(layer), role)
+
+
+def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array | None) -> None:
+    """Note a ``key_scale`` given to a form that keeps its values as they are."""
+    if key_scale is not None and cache.layout.key_form in ("bf16", "f32", "fp8_ds_mla"):
+        problems.note(
+            f"key_scale is given, but key_form {cache.layout.key_form!r} has no per-tensor scale: leave it out"
+        )

@@ -1,0 +1,45 @@
+"""Reading indexer keys back as one contiguous array."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from dsa_jax import xla
+from dsa_jax.cache import Cache
+from dsa_jax.layout import Role
+from dsa_jax.metadata import Step
+from dsa_jax.ops.append import check_layer
+from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+
+
+def gather_index_k(
+    cache: Cache, layer: int | Array, step: Step, *, implementation: Choice = None
+) -> tuple[Array, Array | None]:
+    """Indexer keys of the contexts' whole history, this step's tokens included, request after request.
+
+    ``step.key_starts`` and ``step.key_ends`` are each token's window in the result.
+
+    Args:
+        cache: the cache.
+        layer: local layer number, a Python int or a traced ``int32`` scalar.
+        step: ``StepMetadata.derive()``; its bucket's ``gathered_keys`` is the number of rows.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        Codes ``uint8[gathered_keys, D]`` and scales ``float32[gathered_keys]`` (FP8), or ``float32`` values and None.
+        Rows beyond the contexts' keys are zeros.
+
+    Raises:
+        ValueError: for another cache's step or a shared-indexer layer.
+    """
+    problems = Problems("gather_index_k")
+    problems.same_layout(cache, step)
+    if step.bucket.context_requests and not step.bucket.gathered_keys:
+        problems.note("the bucket's gathered_keys is 0, wanted the most keys that the contexts can hold")
+    problems.raise_if_any(
+        "Derive the step from metadata of this cache, with gathered_keys set in its bucket."
+    )
+    check_layer(cache, layer, Role.INDEX_KEY)
+    candidates = (Candidate("xla", xla.gather_index_k),)
+    return dispatch("gather_index_k", implementation, candidates, cache, layer, step.gather_rows)

@@ -1,0 +1,161 @@
+"""From scores to the selected tokens."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dsa_jax import xla
+from dsa_jax.cache import Cache
+from dsa_jax.metadata import Step
+from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+from dsa_jax.ops.logits import check_query, paged_mqa_logits
+from dsa_jax.sizing import SCORE_BUDGET, rows_per_chunk
+
+
+def topk_indices(logits: Array, limits: Array, k: int, *, implementation: Choice = None) -> Array:
+    """Positions of the k best scores of each row: the exact set, ascending by position, then -1.
+
+    +0.0 equals -0.0; among equal scores the lowest position wins; a NaN inside the valid range ranks last, behind -inf;
+    columns at and beyond the limit are never chosen, whatever they hold.
+
+    Args:
+        logits: floats ``[N, columns]``.
+        limits: ``int32[N]``, valid columns of each row. Limits beyond the width mean the width, negative ones 0.
+        k: entries per row, at least 1; more than the width pads with -1.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        ``int32[N, k]``.
+
+    Raises:
+        ValueError: for wrong shapes, dtypes or k.
+
+    >>> topk_indices(jnp.array([[2.0, 5.0, 5.0, 5.0, 1.0]]), jnp.array([5], jnp.int32), 2).tolist()
+    [[1, 2]]
+    """
+    problems = Problems("topk_indices")
+    problems.shape("logits", logits, (None, None), "N, columns")
+    problems.dtype("logits", logits, ("float",))
+    problems.shape("limits", limits, (logits.shape[0] if logits.ndim == 2 else None,), "N")
+    problems.dtype("limits", limits, ("int32",))
+    check_k(problems, k)
+    problems.raise_if_any("Pass one limit per row and a positive k.")
+    candidates = (Candidate("xla", xla.topk_indices),)
+    return dispatch("topk_indices", implementation, candidates, logits, limits, k)
+
+
+def select_tokens(
+    q: Array,
+    weights: Array,
+    cache: Cache,
+    layer: int | Array,
+    step: Step,
+    k: int,
+    *,
+    score_budget: int = SCORE_BUDGET,
+    implementation: Choice = None,
+) -> Array:
+    """Score and select in one go, in row chunks, so that a chunk's scores stay below ``score_budget`` bytes.
+
+    Args:
+        q, weights, cache, layer, step: as in ``paged_mqa_logits``.
+        k: index_topk, entries per row.
+        score_budget: bytes of float32 scores held at once; at least one row is processed at a time.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        ``int32[N, k]`` positions in each token's own request, ascending, then -1. Equal for every budget.
+
+    Raises:
+        ValueError: as ``paged_mqa_logits`` and ``topk_indices`` raise.
+    """
+    problems = Problems("select_tokens")
+    check_k(problems, k)
+    if score_budget < 1:
+        problems.note(f"score_budget is {score_budget}, wanted at least 1 byte")
+    problems.raise_if_any("Pass the model's index_topk and a positive budget.")
+    q = check_query("select_tokens", q, weights, cache, layer, step)
+    bucket = step.bucket
+    rows = rows_per_chunk(score_budget, bucket.table_width * step.layout.page_size)
+
+    def chunk(part: Step, q: Array, weights: Array) -> Array:
+        logits = paged_mqa_logits(q, weights, cache, layer, part, implementation=implementation)
+        return topk_indices(logits, part.limits, k, implementation=implementation)
+
+    if bucket.tokens <= rows:
+        return chunk(step, q, weights)
+    contexts, split = bucket.context_tokens, []
+    if contexts:
+        part = step.context_part()
+        split.append(
+            _in_chunks(chunk, part, Step.context_chunk, q[:contexts], weights[:contexts], contexts, 1, rows)
+        )
+    if bucket.decode_requests:
+        part = step.decode_part()
+        split.append(
+            _in_chunks(
+                chunk,
+                part,
+                Step.decode_chunk,
+                q[contexts:],
+                weights[contexts:],
+                bucket.decode_requests,
+                bucket.next_n,
+                rows,
+            )
+        )
+    return jnp.concatenate(split, axis=0)
+
+
+def _in_chunks(f, part: Step, cut, q: Array, weights: Array, count: int, width: int, rows: int) -> Array:
+    """``f`` over equal chunks of ``count`` units of ``width`` rows each. The last chunk may overlap the one before."""
+    size = max(1, min(count, rows // width))
+    chunks = math.ceil(count / size)
+    size = math.ceil(count / chunks)
+
+    def one(index):
+        start = jnp.minimum(index * size, count - size)
+        take = lambda x: lax.dynamic_slice_in_dim(x, start * width, size * width)
+        return start, f(cut(part, start, size), take(q), take(weights))
+
+    if chunks == 1:
+        return one(jnp.int32(0))[1]
+    starts, selected = lax.map(one, jnp.arange(chunks, dtype=jnp.int32))
+    place = starts[:, None] * width + jnp.arange(size * width, dtype=jnp.int32)[None, :]
+    out = jnp.zeros((count * width, selected.shape[-1]), jnp.int32)
+    return out.at[place.reshape(-1)].set(selected.reshape(-1, selected.shape[-1]))
+
+
+def to_rows(local: Array, step: Step, *, implementation: Choice = None) -> Array:
+    """Turn positions of a request into rows of the cache, without a layer: ``slot * T + position % T``.
+
+    The layer enters at the last moment, inside the op that reads the row (``PageIndex.rows``), so one result serves a
+    full layer and all layers that share its selection.
+
+    Args:
+        local: ``int32[N, K]`` positions, -1 for none.
+        step: ``StepMetadata.derive()``.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        ``int32[N, K]``: valid rows in order at the front, then -1. Positions that are negative, lie beyond the sequence's
+        pages or belong to a padding token are invalid.
+
+    Raises:
+        ValueError: for a wrong shape or dtype.
+    """
+    problems = Problems("to_rows")
+    problems.shape("local", local, (step.bucket.tokens, None), "N, K")
+    problems.dtype("local", local, ("int32",))
+    problems.raise_if_any("Pass one row of int32 positions per token place, as topk_indices returns them.")
+    return dispatch("to_rows", implementation, (Candidate("xla", xla.to_rows),), local, step)
+
+
+def check_k(problems: Problems, k: int) -> None:
+    """Note a k that is not a positive Python int."""
+    if not isinstance(k, int) or k < 1:
+        problems.note(f"k is {k!r}, wanted a Python int of at least 1")

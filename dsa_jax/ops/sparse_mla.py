@@ -1,0 +1,58 @@
+"""Attention over the selected rows."""
+
+from __future__ import annotations
+
+from jax import Array
+
+from dsa_jax import xla
+from dsa_jax.cache import Cache
+from dsa_jax.layout import Role
+from dsa_jax.ops.append import check_key_scale, check_layer
+from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+
+
+def sparse_mla(
+    q: Array,
+    cache: Cache,
+    layer: int | Array,
+    rows: Array,
+    softmax_scale: float,
+    *,
+    key_scale: float | Array | None = None,
+    implementation: Choice = None,
+) -> tuple[Array, Array]:
+    """Absorbed multi-head latent attention over chosen rows of the cache.
+
+    Scores are ``q . [latent | rope] * softmax_scale``; the values are the latent part of the same rows.
+
+    Args:
+        q: floats ``[N, h, latent_dim + rope_dim]``: ``[q_nope W_UK | q_rope]``.
+        cache: the cache, with this step's latents already appended.
+        layer: local layer number, a Python int or a traced ``int32`` scalar.
+        rows: ``int32[N, K]`` rows ``slot * T + offset``; -1 is skipped wherever it stands. Rows must be unique: a row
+            given twice counts twice.
+        softmax_scale: factor on the scores. There is no default: the model's scale (with YaRN's factor) is not
+            ``576**-0.5``.
+        key_scale: per-tensor scale of FP8 and NVFP4 latents; the float forms have none.
+        implementation: see ``dsa_jax.ops``.
+
+    Returns:
+        ``out`` ``[N, h, latent_dim]`` in the dtype of ``q``, and ``lse`` ``float32[N, h]``, the natural logarithm of the
+        sum of exponentials. A token without a valid row gives 0 and -inf.
+
+    Raises:
+        ValueError: for wrong shapes or dtypes, or an unknown layer.
+    """
+    layout = cache.layout
+    problems = Problems("sparse_mla")
+    tokens = q.shape[0] if q.ndim == 3 else None
+    problems.shape("q", q, (None, None, layout.latent_dim + layout.rope_dim), "N, h, latent_dim + rope_dim")
+    problems.shape("rows", rows, (tokens, None), "N, K")
+    problems.dtype("q", q, ("float",))
+    problems.dtype("rows", rows, ("int32",))
+    check_key_scale(problems, cache, key_scale)
+    problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
+    check_layer(cache, layer, Role.KEY)
+    candidates = (Candidate("xla", xla.sparse_mla),)
+    return dispatch("sparse_mla", implementation, candidates, q, cache, layer, rows, softmax_scale)

@@ -1,0 +1,67 @@
+"""Option types and lookups that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+from dsa_jax import config as configs
+from dsa_jax import presets
+from dsa_jax.config import DSAConfig
+
+DEFAULT_MODEL = "docs-8m"
+"""The model that ships with the library."""
+
+
+def count(text: str) -> int:
+    """An option's value as a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number of at least 1")
+    return value
+
+
+def temperature(text: str) -> float:
+    """An option's value as a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no temperature; give a number of at least 0 (0: the best token)"
+        )
+    return value
+
+
+def find_config(model: str | None) -> tuple[str, DSAConfig]:
+    """A model's name and configuration.
+
+    Args:
+        model: a preset's name, a folder with a ``config.json``, such a file, or None for the shipped model.
+
+    Raises:
+        ValueError: if it is none of these, or the file describes no model that the library knows.
+    """
+    if model is not None and model in presets.PRESETS:
+        return model, configs.preset(model)
+    if model:
+        path = Path(model)
+    else:  # found without importing the models, which need Flax
+        spec = importlib.util.find_spec("dsa_jax.models")
+        folders = spec.submodule_search_locations if spec else None
+        path = Path(folders[0] if folders else "models") / "checkpoints" / DEFAULT_MODEL
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        mapping = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"model {model or DEFAULT_MODEL!r}: {file} cannot be read as JSON ({error}). Pass a folder with a "
+            f"config.json or one of the presets: {', '.join(presets.PRESETS)}."
+        ) from error
+    return model or DEFAULT_MODEL, DSAConfig.from_hf(mapping)

@@ -1,0 +1,284 @@
+"""The host loop over jitted steps: pages are handed out here, tokens go in and come out, nothing is computed.
+
+The engine knows no model. It is given ``step(params, cache, metadata, tokens) -> (cache, logits)`` and runs it in two
+buckets, one for prefill chunks and one for decoding, so that each is traced once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dsa_jax.cache import Cache
+from dsa_jax.layout import CacheLayout
+from dsa_jax.metadata import Bucket, StepMetadata
+from dsa_jax.pages import PagePoolState, free, grow
+
+StepFunction = Callable[[Any, Cache, StepMetadata, Array], tuple[Cache, Array]]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One new token.
+
+    Attributes:
+        request: number of the prompt that it continues.
+        token: its id.
+        position: its position in the sequence.
+    """
+
+    request: int
+    token: int
+    position: int
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """Seconds and counts of a run, compilation apart."""
+
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Decoded tokens a second over all requests; 0 before the first."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class Engine:
+    """Runs prompts through a paged model.
+
+    Attributes:
+        step: the model's step; jitted here, with the cache donated.
+        params: its weights.
+        layout: layout of the cache.
+        slots: page slots to allocate.
+        max_requests: prompts in flight at once, the R of both buckets.
+        max_length: longest sequence, prompt and new tokens together.
+        prefill_chunk: prompt tokens of one prefill step, over all prompts.
+    """
+
+    step: StepFunction
+    params: Any
+    layout: CacheLayout
+    slots: int
+    max_requests: int = 1
+    max_length: int = 2048
+    prefill_chunk: int = 64
+    timing: Timing = field(default_factory=Timing, init=False)
+
+    def __post_init__(self) -> None:
+        """Check the sizes, allocate the cache and wrap the step."""
+        problems = [
+            f"{name} is {getattr(self, name)}; wanted at least 1"
+            for name in ("slots", "max_requests", "max_length", "prefill_chunk")
+            if getattr(self, name) < 1
+        ]
+        if problems:
+            raise ValueError("Engine: " + "; ".join(problems) + ". Pass positive sizes.")
+        width = -(-self.max_length // self.layout.page_size)
+        self.prefill_bucket = Bucket(
+            context_requests=self.max_requests, context_tokens=self.prefill_chunk, table_width=width
+        )
+        self.decode_bucket = Bucket(decode_requests=self.max_requests, table_width=width)
+        self.cache = Cache.create(self.layout, self.slots)
+        self.pool = PagePoolState.create(self.slots, self.layout.page_size)
+        self._step = jax.jit(self.step, donate_argnums=(1,))
+        self._sample = jax.jit(sample)
+
+    def warmup(self) -> float:
+        """Compile both buckets by running them on empty batches, which change nothing.
+
+        Returns:
+            Seconds it took.
+        """
+        begin = time.perf_counter()
+        for bucket in (self.prefill_bucket, self.decode_bucket):
+            logits = self._run(bucket, [], [], [], [])
+            self._draw(logits, [], [], [], 0.0, jax.random.key(0))
+        self.timing.compile_seconds = time.perf_counter() - begin
+        return self.timing.compile_seconds
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: Sequence[int] = (),
+    ) -> Iterator[Generated]:
+        """Continue prompts as one ragged batch; tokens come out as they are made.
+
+        A prompt's continuation does not depend on its companions: sampling draws from ``(seed, request, position)``.
+
+        Args:
+            prompts: token ids, each prompt not empty.
+            tokens: new tokens for each.
+            temperature: 0 takes the best token; otherwise softmax of ``logits / temperature``.
+            seed: of the sampling.
+            stop: token ids that end a sequence (they are yielded, too).
+
+        Raises:
+            ValueError: before anything runs, naming every prompt that is empty, holds too many tokens for the context or
+                the pool, and every argument out of range.
+        """
+        self.check(prompts, tokens, temperature)
+        return self._reserve_and_run(prompts, tokens, temperature, jax.random.key(seed), frozenset(stop))
+
+    def _reserve_and_run(self, prompts, tokens, temperature, key, stop) -> Iterator[Generated]:
+        pool, names = self.pool, [object() for _ in prompts]  # names of this run alone: runs may interleave
+        for name, prompt in zip(names, prompts, strict=True):
+            # All pages a sequence will need, so that it cannot run dry half-way. The last token is never written.
+            pool, _ = grow(pool, name, len(prompt) + tokens - 1)
+        self.pool = pool
+        try:
+            tables = [pool.pages(name) for name in names]
+            yield from self._run_prompts(prompts, tables, tokens, temperature, key, stop)
+        finally:
+            for name in names:
+                self.pool, _ = free(self.pool, name)
+
+    def _run_prompts(self, prompts, tables, tokens, temperature, key, stop) -> Iterator[Generated]:
+        last: dict[int, int] = {}
+        length = {request: len(prompt) for request, prompt in enumerate(prompts)}
+        for request, token in self._prefill(prompts, tables, temperature, key):
+            last[request] = token
+            yield Generated(request, token, length[request])
+        live = [r for r in range(len(prompts)) if last[r] not in stop]
+        for _ in range(tokens - 1):
+            if not live:
+                return
+            begin = time.perf_counter()
+            for request in live:
+                length[request] += 1
+            logits = self._run(
+                self.decode_bucket,
+                [tables[r] for r in live],
+                [length[r] for r in live],
+                [1] * len(live),
+                [last[r] for r in live],
+            )
+            drawn = self._draw(logits, range(len(live)), live, [length[r] for r in live], temperature, key)
+            self.timing.decode_seconds += time.perf_counter() - begin
+            self.timing.decode_tokens += len(live)
+            self.timing.decode_steps += 1
+            for request, token in zip(live, drawn, strict=True):
+                last[request] = token
+                yield Generated(request, token, length[request])
+            live = [r for r in live if last[r] not in stop]
+
+    def _prefill(self, prompts, tables, temperature, key) -> Iterator[tuple[int, int]]:
+        """Feed the prompts in chunks, packed in order; yields each prompt's first new token when it is complete."""
+        done = [0] * len(prompts)
+        while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+            begin = time.perf_counter()
+            room, batch = self.prefill_chunk, []
+            for request, prompt in enumerate(prompts):
+                take = min(room, len(prompt) - done[request])
+                if take:
+                    batch.append((request, prompt[done[request] : done[request] + take]))
+                    done[request] += take
+                    room -= take
+            logits = self._run(
+                self.prefill_bucket,
+                [tables[r] for r, _ in batch],
+                [done[r] for r, _ in batch],
+                [len(piece) for _, piece in batch],
+                [token for _, piece in batch for token in piece],
+            )
+            ends = np.cumsum([len(piece) for _, piece in batch]) - 1
+            finished = [
+                (r, int(end)) for (r, _), end in zip(batch, ends, strict=True) if done[r] == len(prompts[r])
+            ]
+            drawn: list[int] = []
+            if finished:
+                requests = [r for r, _ in finished]
+                drawn = self._draw(
+                    logits,
+                    [end for _, end in finished],
+                    requests,
+                    [done[r] for r in requests],
+                    temperature,
+                    key,
+                )
+            else:
+                logits.block_until_ready()
+            self.timing.prefill_seconds += time.perf_counter() - begin
+            self.timing.prefill_tokens += sum(len(piece) for _, piece in batch)
+            yield from zip((r for r, _ in finished), drawn, strict=True)
+
+    def _run(self, bucket: Bucket, tables, kv_lens, new_lens, tokens) -> Array:
+        meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens)
+        padded = np.zeros(bucket.tokens, np.int32)
+        padded[: len(tokens)] = tokens
+        self.cache, logits = self._step(self.params, self.cache, meta, jnp.array(padded))
+        return logits
+
+    def _draw(self, logits, rows, requests, positions, temperature, key) -> list[int]:
+        count = len(requests)
+        row = np.zeros(self.max_requests, np.int32)
+        stream = np.zeros((self.max_requests, 2), np.int32)
+        row[:count] = list(rows)
+        stream[:count, 0], stream[:count, 1] = requests, positions
+        drawn = self._sample(logits, jnp.array(row), key, jnp.array(stream), jnp.float32(temperature))
+        return np.asarray(drawn)[:count].tolist()
+
+    def check(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> None:
+        """Raise ValueError naming everything that ``generate`` would refuse; runs nothing."""
+        problems = []
+        if tokens < 1:
+            problems.append(f"tokens is {tokens}, wanted at least 1")
+        if not temperature >= 0:
+            problems.append(f"temperature is {temperature}, wanted at least 0 (0 takes the best token)")
+        if not 1 <= len(prompts) <= self.max_requests:
+            problems.append(f"{len(prompts)} prompts, wanted 1 to {self.max_requests} (max_requests)")
+        for number, prompt in enumerate(prompts):
+            if not len(prompt):
+                problems.append(f"prompt {number} is empty, wanted at least one token")
+            elif len(prompt) + tokens > self.max_length:
+                problems.append(
+                    f"prompt {number} has {len(prompt)} tokens; with {tokens} new ones that is more than the context of "
+                    f"{self.max_length}: shorten the prompt or ask for fewer tokens"
+                )
+        if not problems:
+            pages = sum(self.pool.pages_for(len(prompt) + tokens - 1) for prompt in prompts)
+            if pages > self.pool.free_slots:
+                problems.append(
+                    f"the prompts and {tokens} new tokens each need {pages} pages of {self.layout.page_size} tokens, "
+                    f"the pool has {self.pool.free_slots} free: build the engine with more slots, or ask for less"
+                )
+        if problems:
+            raise ValueError("generate: " + "; ".join(problems) + ".")
+
+
+def sample(logits: Array, rows: Array, key: Array, stream: Array, temperature: Array) -> Array:
+    """Draw one token from chosen rows of the logits.
+
+    Args:
+        logits: ``float32[N, vocab]``.
+        rows: ``int32[R]`` rows to draw from.
+        key: a JAX random key.
+        stream: ``int32[R, 2]`` folded into the key, so that a draw depends on its request and position alone.
+        temperature: ``float32`` scalar; 0 takes the best token, the lowest id among equals.
+
+    Returns:
+        ``int32[R]``.
+    """
+    chosen = logits[rows]
+    keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.fold_in(key, s[0]), s[1]))(stream)
+    scaled = chosen / jnp.where(temperature > 0, temperature, 1.0)
+    drawn = jax.vmap(jax.random.categorical)(keys, scaled)
+    return jnp.where(temperature > 0, drawn, jnp.argmax(chosen, axis=-1)).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""Language models with DeepSeek Sparse Attention in Flax NNX: the weights, whole-sequence and paged forward passes."""

@@ -1,0 +1,78 @@
+"""Normalisation and linear layers. Every weight is kept as the checkpoint has it: ``[out, in]``, under the same name."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+
+class Buffer(nnx.Variable):
+    """A value that is saved with the weights but never trained by gradient."""
+
+
+class Linear(nnx.Module):
+    """``x @ weight.T``, computed in the dtype of ``x`` with float32 accumulation.
+
+    Attributes:
+        weight: ``[out, in]``.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, scale: float = 1.0):
+        """Draw the weight from N(0, scale^2 / inputs)."""
+        deviation = scale * inputs**-0.5
+        self.weight = nnx.Param(deviation * jax.random.normal(rngs.params(), (outputs, inputs), jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype of ``x``."""
+        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight``, in float32, cast back at the end (DeepSeek's reference order).
+
+    Attributes:
+        weight: ``[width]``.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, width: int, eps: float):
+        """Start with unit weights."""
+        self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise the last axis of ``[..., width]``; the result has the dtype of ``x``."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * _along_last(self.weight[...], y)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Mean-subtracting normalisation with weight and bias, in float32: the norm of the indexer key.
+
+    It is not an RMSNorm: the mean is removed and the bias is part of the checkpoint.
+
+    Attributes:
+        weight, bias: ``[width]``.
+        eps: added to the variance, 1e-6 in DeepSeek-V3.2 and GLM-5.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-6):
+        """Start with unit weights and zero bias."""
+        self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise the last axis of ``[..., width]``; the result has the dtype of ``x``."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * _along_last(self.weight[...], y) + _along_last(self.bias[...], y)).astype(x.dtype)
+
+
+def _along_last(vector: Array, x: Array) -> Array:
+    """``vector`` in float32, shaped to broadcast along the last axis of ``x``."""
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)

@@ -1,0 +1,253 @@
+"""The paged step: new tokens of a ragged batch through the model, every key read back from the cache.
+
+One function serves prefill, chunked prefill, decoding and mixtures; the metadata's bucket tells them apart. The cache is a
+value: passed in, handed back, donated by the caller's outermost ``jit``. The module tree is taken apart once, outside of the
+loop, so that a step costs no walk over modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from dsa_jax import ops
+from dsa_jax.cache import Cache
+from dsa_jax.layout import CacheLayout
+from dsa_jax.metadata import Step, StepMetadata
+from dsa_jax.models.config import ModelConfig
+from dsa_jax.models.decoder import Decoder
+from dsa_jax.models.indexer import Indexer
+from dsa_jax.models.layer import DecoderLayer
+from dsa_jax.models.mla import MLA
+from dsa_jax.models.rope import Rotation, rotation
+from dsa_jax.ops.dispatch import Choice
+
+Parameters = list[Array]
+StepFunction = Callable[[Parameters, Cache, StepMetadata, Array], tuple[Cache, Array]]
+
+
+def make_step(
+    model: Decoder, *, index_topk: int | None = None, implementation: Choice = None
+) -> tuple[StepFunction, Parameters]:
+    """Take a model apart into a pure function and its weights.
+
+    Args:
+        model: the weights; activations have the dtype of its embedding.
+        index_topk: tokens that a query attends to, instead of the configuration's.
+        implementation: of every op, see ``dsa_jax.ops``.
+
+    Returns:
+        ``step(params, cache, metadata, tokens) -> (cache, logits)`` and ``params``. Jit the step with the cache donated:
+        ``jax.jit(step, donate_argnums=1)``. ``tokens`` is ``int32[N]`` by the bucket's places; ``logits`` is
+        ``float32[N, vocab]``, meaningless at padding places.
+    """
+    graph, state = nnx.split(model)
+    params, tree = jax.tree.flatten(state)
+
+    def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array) -> tuple[Cache, Array]:
+        model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+        cache, logits, _ = decode_tokens(
+            model, tokens, cache, metadata.derive(), index_topk=index_topk, implementation=implementation
+        )
+        return cache, logits
+
+    return step, params
+
+
+def decode_tokens(
+    model: Decoder,
+    tokens: Array,
+    cache: Cache,
+    step: Step,
+    *,
+    index_topk: int | None = None,
+    implementation: Choice = None,
+) -> tuple[Cache, Array, Array]:
+    """Run new tokens through the main model.
+
+    Args:
+        model: the weights.
+        tokens: ``int32[N]``, one per token place of the step's bucket; anything at padding places.
+        cache: holds every earlier token of the requests; its layout must hold all decoder layers.
+        step: ``metadata.derive()``.
+        index_topk: tokens that a query attends to, instead of the configuration's.
+        implementation: of every op, see ``dsa_jax.ops``.
+
+    Returns:
+        The cache with the new tokens, ``float32[N, vocab]`` logits, and the hidden states ``[N, hidden]`` after the final
+        norm, which a prediction layer continues from.
+
+    Raises:
+        ValueError: if the cache's layout is not one of this model, or ``tokens`` has another length.
+    """
+    dsa = model.config.dsa
+    _check(model.config, cache.layout, tuple(range(dsa.num_layers)), tokens, step, index_topk)
+    turn = rotation(dsa.rope, dsa.qk_rope_head_dim, step.positions)
+    x = model.model.embed_tokens(tokens)
+    rows = None
+    for number, layer in enumerate(model.decoder_layers):
+        local = cache.layout.layers.index(number)
+        cache, x, rows = _layer(
+            layer, x, turn, cache, local, step, rows, index_topk or dsa.index_topk, implementation
+        )
+    hidden = model.model.norm(x)
+    return cache, model.logits(hidden), hidden
+
+
+def predict_tokens(
+    model: Decoder,
+    tokens: Array,
+    hidden: Array,
+    cache: Cache,
+    step: Step,
+    *,
+    index_topk: int | None = None,
+    implementation: Choice = None,
+) -> tuple[Cache, Array, Array]:
+    """Run the first prediction layer over the same token places.
+
+    Args:
+        model: the weights.
+        tokens: ``int32[N]``: at each place the token *after* the one that the main model saw there.
+        hidden: ``[N, hidden]`` from ``decode_tokens``, or from the previous call in later draft steps.
+        cache: a draft cache; its layout holds the prediction layer.
+        step: of the draft cache, with the positions of ``hidden``.
+        index_topk: tokens that a query attends to, instead of the configuration's.
+        implementation: of every op, see ``dsa_jax.ops``.
+
+    Returns:
+        The cache, ``float32[N, vocab]`` logits for the token after ``tokens``, and the layer's state ``[N, hidden]`` after
+        its own norm.
+
+    Raises:
+        ValueError: if the model has no prediction layer, or the layout does not hold it.
+    """
+    dsa = model.config.dsa
+    if not model.prediction_layers:
+        raise ValueError(
+            "predict_tokens: the model has no prediction layer; load a checkpoint with num_nextn_predict_layers."
+        )
+    _check(model.config, cache.layout, (dsa.num_layers,), tokens, step, index_topk)
+    layer, local = model.prediction_layers[0], cache.layout.layers.index(dsa.num_layers)
+    turn = rotation(dsa.rope, dsa.qk_rope_head_dim, step.positions)
+    x = layer.join(model.model.embed_tokens(tokens), hidden)
+    cache, x, _ = _layer(
+        layer, x, turn, cache, local, step, None, index_topk or dsa.index_topk, implementation
+    )
+    hidden = layer.shared_head.norm(x)
+    return cache, model.logits(hidden), hidden
+
+
+def _layer(
+    layer: DecoderLayer,
+    x: Array,
+    turn: Rotation,
+    cache: Cache,
+    local: int,
+    step: Step,
+    rows: Array | None,
+    index_topk: int,
+    implementation: Choice,
+) -> tuple[Cache, Array, Array]:
+    """One layer as a straight line: cache, residual stream, and the rows that a following shared layer reuses."""
+    mla: MLA = layer.self_attn
+    normed = layer.input_layernorm(x)
+    projected = mla.project(normed, turn)
+    if mla.indexer is not None:
+        cache, rows = _select(
+            mla.indexer, normed, projected.q_lora, turn, cache, local, step, index_topk, implementation
+        )
+    assert rows is not None  # the configuration makes layer 0 and every prediction layer full
+    cache = ops.append_latent(
+        cache, local, projected.latent, projected.k_rope, step, implementation=implementation
+    )
+    attended, _ = ops.sparse_mla(
+        mla.absorbed_query(projected),
+        cache,
+        local,
+        rows,
+        mla.config.softmax_scale,
+        implementation=implementation,
+    )
+    x, _ = layer.feed_forward(x + mla.absorbed_output(attended))
+    return cache, x, rows
+
+
+def _select(
+    indexer: Indexer,
+    x: Array,
+    q_lora: Array,
+    turn: Rotation,
+    cache: Cache,
+    local: int,
+    step: Step,
+    index_topk: int,
+    implementation: Choice,
+) -> tuple[Cache, Array]:
+    """Write the new index keys, then score all keys and give the selected rows ``int32[N, index_topk]``."""
+    layout = cache.layout
+    key = indexer.key(x, turn, hadamard=layout.hadamard)
+    cache = ops.append_index_k(cache, local, key, step, implementation=implementation)
+    query = indexer.query(q_lora, turn, hadamard=layout.hadamard)
+    weights = indexer.head_weights(x)
+    tokens, heads, width = query.shape
+    query, scale = ops.quantize_index_k(
+        query.reshape(-1, width),
+        layout.index_form,
+        scale_rule=layout.scale_rule,
+        implementation=implementation,
+    )
+    if scale is not None:  # positive, so it may leave the ReLU and join the head's weight
+        weights = weights * scale.reshape(tokens, heads)
+    local_positions = ops.select_tokens(
+        query.reshape(tokens, heads, width),
+        weights,
+        cache,
+        local,
+        step,
+        index_topk,
+        implementation=implementation,
+    )
+    return cache, ops.to_rows(local_positions, step, implementation=implementation)
+
+
+def _check(
+    config: ModelConfig,
+    layout: CacheLayout,
+    layers: tuple[int, ...],
+    tokens: Array,
+    step: Step,
+    index_topk: int | None,
+) -> None:
+    dsa = config.dsa
+    problems = [
+        f"the layout's {name} is {came}, the model's {want}"
+        for name, came, want in (
+            ("latent_dim", layout.latent_dim, dsa.kv_lora_rank),
+            ("rope_dim", layout.rope_dim, dsa.qk_rope_head_dim),
+            ("index_head_dim", layout.index_head_dim, dsa.index_head_dim),
+        )
+        if came != want
+    ]
+    missing = [i for i in layers if i not in layout.layers]
+    if missing:
+        problems.append(f"the layout holds layers {list(layout.layers)}, layers {missing} are missing")
+    full = [
+        i for i in layers if i in layout.layers and layout.full[layout.layers.index(i)] != dsa.full_layers[i]
+    ]
+    if full:
+        problems.append(f"layout and model disagree on which of layers {full} own an indexer")
+    if tokens.shape != (step.bucket.tokens,) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        problems.append(f"tokens is {tokens.dtype}{list(tokens.shape)}; wanted int32[{step.bucket.tokens}]")
+    if index_topk is not None and index_topk < 1:
+        problems.append(f"index_topk is {index_topk}; wanted at least 1")
+    if problems:
+        raise ValueError(
+            "paged step: "
+            + "; ".join(problems)
+            + ". Create the layout with CacheLayout.create(model.config.dsa, ...)."
+        )

@@ -64,6 +64,7 @@ def unpack_index_pages(packed: Array, page_size: int, *, scale_dtype=jnp.float32
     if (
         packed.ndim != 2
         or packed.dtype != jnp.uint8
+        or page_size < 1
         or width % page_size
         or width // page_size <= SCALE_BYTES
     ):

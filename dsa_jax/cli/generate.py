@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsa_jax.cli.options import DEFAULT_MODEL, count, temperature
+from dsa_jax.cli.options import DEFAULT_MODEL, count, implementations, temperature
 from dsa_jax.layout import CacheLayout
 from dsa_jax.layout_text import text_table
 
@@ -51,9 +51,10 @@ def add_parser(commands) -> None:
     )
     parser.add_argument(
         "--implementation",
-        choices=("mosaic", "triton", "xla"),
+        type=implementations,
         default=None,
-        help="of the ops (default: the library chooses)",
+        metavar="NAME[,NAME...]",
+        help="of the ops: mosaic, triton or xla; several are tried in order (default: the library chooses)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print token ids and figures as JSON instead of text"

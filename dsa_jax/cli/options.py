@@ -39,6 +39,16 @@ def temperature(text: str) -> float:
     return value
 
 
+def implementations(text: str) -> tuple[str, ...]:
+    """An option's value as names of implementations, separated by commas."""
+    names = tuple(text.split(","))
+    if not set(names) <= {"mosaic", "triton", "xla"}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no implementation; give mosaic, triton, xla or several with commas between"
+        )
+    return names
+
+
 def find_config(model: str | None) -> tuple[str, DSAConfig]:
     """A model's name and configuration.
 

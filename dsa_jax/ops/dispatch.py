@@ -46,15 +46,20 @@ def select(
         device: the device asked about; the target device of the trace by default.
 
     Returns:
-        The remaining candidates in order, each with its refusal or None.
+        The wanted candidates in order, each with its refusal or None; a name that the op lacks has no candidate.
     """
     device = device or target_device()
     wanted = _names(operation, implementation, candidates)
     by_name = {c.name: c for c in candidates}
     result = []
     for name in wanted:
-        candidate, refusal = by_name[name], None
-        if candidate.supported is not None:
+        candidate, refusal = by_name.get(name), None
+        if candidate is None:
+            refusal = NotImplementedError(
+                f"{operation}: has no {name} implementation, only {', '.join(by_name)}. "
+                "Pass implementation=None or one of these."
+            )
+        elif candidate.supported is not None:
             try:
                 candidate.supported(device)
             except NotImplementedError as error:
@@ -73,12 +78,13 @@ def dispatch(operation: str, implementation: Choice, candidates: Sequence[Candid
     """
     reasons: list[NotImplementedError] = []
     for candidate, refusal in select(operation, implementation, candidates):
-        if refusal is None:
+        if refusal is None and candidate is not None:
             try:
                 return candidate.run(*args, **kwargs)
             except NotImplementedError as error:
                 refusal = NotImplementedError(f"{operation}: {candidate.name}: {error}")
-        reasons.append(refusal)
+        if refusal is not None:
+            reasons.append(refusal)
     if len(reasons) == 1:
         raise reasons[0]
     raise ExceptionGroup(
@@ -100,10 +106,4 @@ def _names(operation: str, implementation: Choice, candidates: Sequence[Candidat
             f"{operation}: implementation is {implementation!r}; wanted None, one of {', '.join(map(repr, NAMES))}, or a "
             "sequence of them. Pass None to let the library choose."
         )
-    missing = [name for name in wanted if name not in have]
-    if missing and len(missing) == len(wanted):
-        raise NotImplementedError(
-            f"{operation}: has no {' or '.join(missing)} implementation, only {', '.join(have)}. "
-            "Pass implementation=None or one of these."
-        )
-    return [name for name in wanted if name in have]
+    return wanted

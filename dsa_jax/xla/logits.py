@@ -75,7 +75,7 @@ def _page_rows(cache: Cache, step: Step) -> Array:
     offset = jnp.arange(page_size, dtype=jnp.int32)
     table = step.page_table[:, :, None]
     rows = jnp.where((table >= 0) & (table < cache.slots), table * page_size + offset[None, None, :], -1)
-    return rows.reshape(step.page_table.shape[0], -1)
+    return rows.reshape(step.page_table.shape[0], step.page_table.shape[1] * page_size)
 
 
 def _decode_logits(q: Array, weights: Array, cache: Cache, layer: int | Array, step: Step) -> Array:

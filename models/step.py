@@ -8,6 +8,7 @@ loop, so that a step costs no walk over modules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,38 @@ def make_step(
     return step, params
 
 
+def make_speculative(
+    model: Decoder, *, index_topk: int | None = None, implementation: Choice = None
+) -> tuple[Callable, Callable, Parameters]:
+    """The functions that ``dsa_jax.loops`` asks of a model with a prediction layer.
+
+    Args:
+        model: the weights.
+        index_topk: tokens that a query attends to, instead of the configuration's.
+        implementation: of every op, see ``dsa_jax.ops``.
+
+    Returns:
+        ``step(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model,
+        ``draft(params, cache, metadata, tokens, hidden, rows) -> (cache, logits, hidden, rows)`` of the prediction layer,
+        and ``params``.
+    """
+    graph, state = nnx.split(model)
+    params, tree = jax.tree.flatten(state)
+    options: Any = {"index_topk": index_topk, "implementation": implementation}
+
+    def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array):
+        model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+        return decode_tokens(model, tokens, cache, metadata.derive(), **options)
+
+    def draft(
+        params, cache: Cache, metadata: StepMetadata, tokens: Array, hidden: Array, rows: Array | None = None
+    ):
+        model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+        return predict_tokens(model, tokens, hidden, cache, metadata.derive(), rows, **options)
+
+    return step, draft, params
+
+
 def decode_tokens(
     model: Decoder,
     tokens: Array,
@@ -104,10 +137,11 @@ def predict_tokens(
     hidden: Array,
     cache: Cache,
     step: Step,
+    rows: Array | None = None,
     *,
     index_topk: int | None = None,
     implementation: Choice = None,
-) -> tuple[Cache, Array, Array]:
+) -> tuple[Cache, Array, Array, Array]:
     """Run the first prediction layer over the same token places.
 
     Args:
@@ -116,12 +150,14 @@ def predict_tokens(
         hidden: ``[N, hidden]`` from ``decode_tokens``, or from the previous call in later draft steps.
         cache: a draft cache; its layout holds the prediction layer.
         step: of the draft cache, with the positions of ``hidden``.
+        rows: ``int32[N, index_topk]`` rows of the draft cache to attend to instead of selecting any (later draft steps under
+            ``index_share_for_mtp_iteration``); the index keys are written all the same.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
 
     Returns:
-        The cache, ``float32[N, vocab]`` logits for the token after ``tokens``, and the layer's state ``[N, hidden]`` after
-        its own norm.
+        The cache, ``float32[N, vocab]`` logits for the token after ``tokens``, the layer's state ``[N, hidden]`` after its
+        own norm, and the rows that were attended to.
 
     Raises:
         ValueError: if the model has no prediction layer, or the layout does not hold it.
@@ -135,11 +171,20 @@ def predict_tokens(
     layer, local = model.prediction_layers[0], cache.layout.layers.index(dsa.num_layers)
     turn = rotation(dsa.rope, dsa.qk_rope_head_dim, step.positions)
     x = layer.join(model.model.embed_tokens(tokens), hidden)
-    cache, x, _ = _layer(
-        layer, x, turn, cache, local, step, None, index_topk or dsa.index_topk, implementation
+    cache, x, rows = _layer(
+        layer,
+        x,
+        turn,
+        cache,
+        local,
+        step,
+        rows,
+        index_topk or dsa.index_topk,
+        implementation,
+        reuse=rows is not None,
     )
     hidden = layer.shared_head.norm(x)
-    return cache, model.logits(hidden), hidden
+    return cache, model.logits(hidden), hidden, rows
 
 
 def _layer(
@@ -152,15 +197,23 @@ def _layer(
     rows: Array | None,
     index_topk: int,
     implementation: Choice,
+    *,
+    reuse: bool = False,
 ) -> tuple[Cache, Array, Array]:
-    """One layer as a straight line: cache, residual stream, and the rows that a following shared layer reuses."""
+    """One layer as a straight line: cache, residual stream, and the rows that a following shared layer reuses.
+
+    ``reuse`` attends to ``rows`` also in a layer that could select; its index keys are written all the same.
+    """
     mla: MLA = layer.self_attn
     normed = layer.input_layernorm(x)
     projected = mla.project(normed, turn)
     if mla.indexer is not None:
-        cache, rows = _select(
-            mla.indexer, normed, projected.q_lora, turn, cache, local, step, index_topk, implementation
-        )
+        key = mla.indexer.key(normed, turn, hadamard=cache.layout.hadamard)
+        cache = ops.append_index_k(cache, local, key, step, implementation=implementation)
+        if not reuse:
+            rows = _select(
+                mla.indexer, normed, projected.q_lora, turn, cache, local, step, index_topk, implementation
+            )
     assert rows is not None  # the configuration makes layer 0 and every prediction layer full
     cache = ops.append_latent(
         cache, local, projected.latent, projected.k_rope, step, implementation=implementation
@@ -187,11 +240,9 @@ def _select(
     step: Step,
     index_topk: int,
     implementation: Choice,
-) -> tuple[Cache, Array]:
-    """Write the new index keys, then score all keys and give the selected rows ``int32[N, index_topk]``."""
+) -> Array:
+    """Score all keys, the new ones included, and give the selected rows ``int32[N, index_topk]``."""
     layout = cache.layout
-    key = indexer.key(x, turn, hadamard=layout.hadamard)
-    cache = ops.append_index_k(cache, local, key, step, implementation=implementation)
     query = indexer.query(q_lora, turn, hadamard=layout.hadamard)
     weights = indexer.head_weights(x)
     tokens, heads, width = query.shape
@@ -212,7 +263,7 @@ def _select(
         index_topk,
         implementation=implementation,
     )
-    return cache, ops.to_rows(local_positions, step, implementation=implementation)
+    return ops.to_rows(local_positions, step, implementation=implementation)
 
 
 def _check(

@@ -1,0 +1,186 @@
+"""Draft passes, acceptance and rewinding, as functions from values to values.
+
+A draft pass gets metadata of its own: the target's lengths with the draft cache's pages and layout. Nothing of the target is
+swapped, so nothing has to be put back, also when the draft raises. Rejected tokens are rolled back by lengths: their rows
+stay in memory, lie beyond every limit, and are overwritten when the sequence gets there again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from dsa_jax.layout import CacheLayout
+from dsa_jax.metadata import StepMetadata
+
+
+def draft_metadata(
+    target: StepMetadata,
+    draft_layout: CacheLayout,
+    draft_page_table: Array,
+    new_lens: Array | None = None,
+    *,
+    next_n: int | None = None,
+) -> StepMetadata:
+    """Metadata of a draft pass over the target's requests.
+
+    Lengths come from the target, pages and geometry from the draft: layer count, page size and table width may differ.
+    Works eagerly and under ``jit``; the target is not changed.
+
+    Args:
+        target: the target's metadata.
+        draft_layout: layout of the draft cache; the ops check it against the cache they are given.
+        draft_page_table: ``int32[R, W_draft]`` raw slots of the draft's own allocator.
+        new_lens: ``int32[R]`` tokens that the draft pass processes, the last ones of each sequence; the target's by default.
+        next_n: token places of each decode request, where the draft pass has another number than the target.
+
+    Returns:
+        New metadata with the target's ``kv_lens``.
+
+    Raises:
+        ValueError: if the table or ``new_lens`` is not for the target's requests.
+    """
+    requests = target.bucket.requests
+    problems = []
+    if (
+        draft_page_table.ndim != 2
+        or draft_page_table.shape[0] != requests
+        or draft_page_table.dtype != jnp.int32
+    ):
+        problems.append(
+            f"draft_page_table is {draft_page_table.dtype}{list(draft_page_table.shape)}, wanted int32[{requests}, W_draft]"
+        )
+    if new_lens is not None and (new_lens.shape != (requests,) or new_lens.dtype != jnp.int32):
+        problems.append(f"new_lens is {new_lens.dtype}{list(new_lens.shape)}, wanted int32[{requests}]")
+    if next_n is not None and next_n < 1:
+        problems.append(f"next_n is {next_n}, wanted at least 1")
+    if problems:
+        raise ValueError(
+            "draft_metadata: "
+            + "; ".join(problems)
+            + ". Give one table row and one length per request of the target."
+        )
+    bucket = replace(
+        target.bucket, table_width=draft_page_table.shape[1], next_n=next_n or target.bucket.next_n
+    )
+    return StepMetadata(
+        page_table=draft_page_table,
+        kv_lens=target.kv_lens,
+        new_lens=target.new_lens if new_lens is None else new_lens,
+        layout=draft_layout,
+        bucket=bucket,
+    )
+
+
+def rewind(meta: StepMetadata, kept: Array) -> StepMetadata:
+    """Keep only the first ``kept`` of each request's new tokens.
+
+    Args:
+        meta: metadata of the step that wrote the tokens.
+        kept: ``int32[R]``; clipped to ``0 .. new_lens``, so that a length never falls below what was there before the step.
+
+    Returns:
+        Metadata whose ``new_lens`` are the kept tokens and whose ``kv_lens`` end with them.
+    """
+    kept = jnp.clip(kept, 0, meta.new_lens)
+    return replace(meta, kv_lens=meta.kv_lens - meta.new_lens + kept, new_lens=kept)
+
+
+def advance(meta: StepMetadata, new_lens: Array, *, next_n: int | None = None) -> StepMetadata:
+    """Metadata of the step after ``meta`` that adds ``new_lens`` tokens to each request.
+
+    Args:
+        meta: metadata of the last step, rewound to what was kept of it.
+        new_lens: ``int32[R]``; 0 leaves a request out.
+        next_n: token places of each decode request in the new step, if they change.
+    """
+    bucket = replace(meta.bucket, next_n=next_n or meta.bucket.next_n)
+    return replace(meta, kv_lens=meta.kv_lens + new_lens, new_lens=new_lens, bucket=bucket)
+
+
+def accept_greedy(logits: Array, drafts: Array, draft_lens: Array) -> tuple[Array, Array]:
+    """Greedy verification: drafts are kept as long as each is the target's own best token.
+
+    Args:
+        logits: ``float32[R, m + 1, V]`` of the target; row j follows the last known token and j drafts.
+        drafts: ``int32[R, m]``.
+        draft_lens: ``int32[R]``, drafts that count, at most m.
+
+    Returns:
+        ``int32[R]`` accepted drafts and ``int32[R]``, the target's token after them.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    accepted = _leading(best[:, :-1] == drafts, draft_lens)
+    return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
+
+
+def accept_sampled(
+    keys: Array, target: Array, draft: Array, drafts: Array, draft_lens: Array
+) -> tuple[Array, Array]:
+    """Rejection sampling: the kept tokens and the one after them are distributed as the target alone would draw them.
+
+    Draft token x at place j is kept with probability ``min(1, target[j, x] / draft[j, x])``; the token after the last kept
+    one is drawn from ``max(target - draft, 0)``, normalised, or from ``target`` where all drafts were kept (Leviathan et al.
+    2023, Chen et al. 2023).
+
+    Args:
+        keys: ``[R]`` JAX random keys, one per request and step.
+        target: ``float32[R, m + 1, V]`` probabilities of the target, as ``probabilities`` gives them.
+        draft: ``float32[R, m, V]`` probabilities that the drafts were drawn from.
+        drafts: ``int32[R, m]``.
+        draft_lens: ``int32[R]``, drafts that count, at most m.
+
+    Returns:
+        ``int32[R]`` accepted drafts and ``int32[R]``, the token after them.
+    """
+    count = drafts.shape[1]
+    pick = drafts[:, :, None]
+    p = jnp.take_along_axis(target[:, :-1], pick, axis=2)[:, :, 0]
+    q = jnp.take_along_axis(draft, pick, axis=2)[:, :, 0]
+    split = jax.vmap(jax.random.split)(keys)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (count,)))(split[:, 0])
+    # u < p/q without the division: a draft the target gives no mass is never kept, whatever q is.
+    accepted = _leading(uniform * q < p, draft_lens)
+
+    at = accepted[:, None, None]
+    p_next = jnp.take_along_axis(target, at, axis=1)[:, 0]
+    q_next = jnp.take_along_axis(jnp.pad(draft, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
+    # Past the last draft that counts there was no proposal to correct for.
+    q_next = jnp.where((accepted < draft_lens)[:, None], q_next, 0.0)
+    residual = jnp.maximum(p_next - q_next, 0.0)
+    # Rounding can leave nothing where p equals q; then p itself is the right distribution.
+    residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p_next)
+    token = jax.vmap(jax.random.categorical)(split[:, 1], jnp.log(residual))
+    return accepted, token.astype(jnp.int32)
+
+
+def probabilities(logits: Array, temperature: Array | float, top_p: Array | float = 1.0) -> Array:
+    """What is drawn from: softmax of ``logits / temperature``, cut to the smallest set of tokens with mass ``top_p``.
+
+    Args:
+        logits: ``float32[..., V]``.
+        temperature: positive; 0 puts all mass on the best token, the lowest id among equals.
+        top_p: in (0, 1]; tokens are taken by falling probability, lower ids first among equals, until their mass reaches it.
+
+    Returns:
+        ``float32[..., V]`` that sum to 1.
+    """
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    p = jax.nn.softmax(logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
+    order = jnp.argsort(-p, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(p, order, axis=-1)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    kept = jnp.where(before < top_p, ranked, 0.0)
+    p = jnp.put_along_axis(jnp.zeros_like(p), order, kept, axis=-1, inplace=False)
+    p = p / jnp.sum(p, axis=-1, keepdims=True)
+    return jnp.where(temperature > 0, p, greedy)
+
+
+def _leading(good: Array, lens: Array) -> Array:
+    """``int32[R]``: how many of the first ``lens`` entries of each row are good before the first that is not."""
+    place = jnp.arange(good.shape[1], dtype=jnp.int32)[None, :]
+    run = jnp.cumprod((good & (place < lens[:, None])).astype(jnp.int32), axis=1, dtype=jnp.int32)
+    return jnp.sum(run, axis=1, dtype=jnp.int32)

@@ -1,0 +1,329 @@
+"""Whole decode loops inside one program: no token and no length leaves the device until the end.
+
+Both loops take the model as functions and the batch as a value, and return a value: the old one can be continued again
+(branching), as long as its cache was not donated. Pages must be reserved ahead for every token that a loop may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dsa_jax.cache import Cache
+from dsa_jax.draft import accept_sampled, advance, draft_metadata, probabilities, rewind
+from dsa_jax.metadata import StepMetadata
+
+Step = Callable[[Any, Cache, StepMetadata, Array], tuple[Cache, Array, Array]]
+"""``(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model."""
+Draft = Callable[..., tuple[Cache, Array, Array, Array]]
+"""``(params, cache, metadata, tokens, hidden, rows=None) -> (cache, logits, hidden, rows)`` of the prediction layer."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        key: JAX random key; a draw depends on it, the request's place and its position alone.
+        temperature: ``float32`` scalar; 0 takes the best token.
+        top_p: ``float32`` scalar in (0, 1].
+        stop: ``int32[S]`` tokens that end a request; they are part of the output.
+    """
+
+    key: Array
+    temperature: Array
+    top_p: Array
+    stop: Array
+
+    @classmethod
+    def create(
+        cls, seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, stop: tuple[int, ...] = ()
+    ) -> Sampling:
+        """Sampling from plain numbers.
+
+        Raises:
+            ValueError: for a negative temperature or a top_p outside (0, 1].
+        """
+        if not temperature >= 0 or not 0 < top_p <= 1:
+            raise ValueError(
+                f"Sampling: temperature is {temperature} and top_p {top_p}; wanted at least 0, and more than 0 up to 1. "
+                "Use temperature 0 for the best token and top_p 1 for all tokens."
+            )
+        return cls(
+            key=jax.random.key(seed),
+            temperature=jnp.float32(temperature),
+            top_p=jnp.float32(top_p),
+            stop=jnp.array(stop, jnp.int32),
+        )
+
+    def keys(self, positions: Array, stream: int = 0) -> Array:
+        """One key per request for the token at ``positions`` (``int32[R]``)."""
+        key = jax.random.fold_in(self.key, stream)
+        place = jnp.arange(positions.shape[0], dtype=jnp.int32)
+        return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(key, r), p))(place, positions)
+
+    def stops(self, tokens: Array) -> Array:
+        """Which of ``int32[...]`` tokens end their request."""
+        return jnp.any(tokens[..., None] == self.stop.reshape((1,) * tokens.ndim + (-1,)), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Requests in the middle of their text.
+
+    Attributes:
+        last: ``int32[R]`` newest token of each request, not yet in the cache.
+        meta: decode metadata of the step that came before: ``kv_lens`` are the tokens in the cache.
+        live: ``bool[R]``; the others are left alone.
+    """
+
+    last: Array
+    meta: StepMetadata
+    live: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DraftBatch:
+    """Requests in the middle of their text, with what a prediction layer has not seen yet.
+
+    Attributes:
+        meta: decode metadata of the step that came before, rewound: ``kv_lens`` are the tokens in the target's cache,
+            ``new_lens`` those of them that the draft cache has not seen (at least 1).
+        following: ``int32[R, n]`` the token after each of these, the newest token last; anything beyond ``new_lens``.
+        hidden: ``[R, n, width]`` the main model's state at each of these.
+        live: ``bool[R]``; the others are left alone.
+    """
+
+    meta: StepMetadata
+    following: Array
+    hidden: Array
+    live: Array
+
+    @classmethod
+    def create(cls, meta: StepMetadata, last: Array, hidden: Array, live: Array) -> DraftBatch:
+        """From the newest token of each request and the main model's state at the token before it.
+
+        Args:
+            meta: decode metadata with ``kv_lens`` tokens in both caches, less one in the draft cache.
+            last: ``int32[R]``.
+            hidden: ``[R, width]``.
+            live: ``bool[R]``.
+        """
+        more = meta.bucket.next_n - 1
+        return cls(
+            meta=replace(meta, new_lens=jnp.ones_like(meta.kv_lens)),
+            following=jnp.pad(last[:, None], ((0, 0), (0, more))),
+            hidden=jnp.pad(hidden[:, None], ((0, 0), (0, more), (0, 0))),
+            live=live,
+        )
+
+    @property
+    def last(self) -> Array:
+        """``int32[R]`` newest token of each request, not yet in the target's cache."""
+        return _at(self.following, self.meta.new_lens - 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a loop wrote.
+
+    Attributes:
+        tokens: ``int32[R, count]`` new tokens, -1 after a request's end.
+        counts: ``int32[R]`` new tokens of each request.
+        turns: ``int32`` scalar, model steps of the loop.
+        accepted: ``int32[R]`` draft tokens that were kept; 0 without drafts.
+        drafted: ``int32[R]`` draft tokens that were verified.
+    """
+
+    tokens: Array
+    counts: Array
+    turns: Array
+    accepted: Array
+    drafted: Array
+
+
+def decode_loop(
+    step: Step, params: Any, cache: Cache, batch: Batch, count: int, sampling: Sampling
+) -> tuple[Cache, Batch, Written]:
+    """Write ``count`` tokens for every live request, one model step each, with a fixed trip count.
+
+    Args:
+        step: the main model.
+        params: its weights.
+        cache: holds ``batch.meta.kv_lens`` tokens of each request, with pages for ``count`` more.
+        batch: where the requests stand; its bucket has decode requests only and ``next_n`` 1.
+        count: static number of tokens.
+        sampling: how to draw.
+
+    Returns:
+        Cache and batch after the last token, and the tokens.
+
+    Raises:
+        ValueError: for another kind of bucket or a count below 1.
+    """
+    _check("decode_loop", batch.meta, count, next_n=1)
+    requests = batch.last.shape[0]
+
+    def turn(i, state):
+        cache, batch, written = state
+        live = batch.live.astype(jnp.int32)
+        meta = advance(batch.meta, live)
+        cache, logits, _ = step(params, cache, meta, batch.last)
+        token = _draw(logits, meta.kv_lens, sampling)
+        written = written.at[:, i].set(jnp.where(batch.live, token, -1))
+        last = jnp.where(batch.live, token, batch.last)
+        return cache, Batch(last=last, meta=meta, live=batch.live & ~sampling.stops(token)), written
+
+    start = (cache, batch, jnp.full((requests, count), -1, jnp.int32))
+    cache, batch, tokens = lax.fori_loop(0, count, turn, start)
+    zero = jnp.zeros((requests,), jnp.int32)
+    counts = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
+    return (
+        cache,
+        batch,
+        Written(tokens=tokens, counts=counts, turns=jnp.int32(count), accepted=zero, drafted=zero),
+    )
+
+
+def speculative_loop(
+    step: Step,
+    draft: Draft,
+    params: Any,
+    caches: tuple[Cache, Cache],
+    batch: DraftBatch,
+    draft_table: Array,
+    count: int,
+    sampling: Sampling,
+    *,
+    share_selection: bool = False,
+) -> tuple[tuple[Cache, Cache], DraftBatch, Written]:
+    """Write ``count`` tokens for every live request, several a model step where drafts are accepted.
+
+    A turn runs the prediction layer over the tokens it has not seen, which gives the first draft token, and then over its
+    own drafts; one step of the main model verifies them all, with a limit of its own for each; what is not accepted is
+    rewound by lengths. The output is distributed as ``decode_loop``'s, and at temperature 0 it is the same tokens up to the
+    rounding of differently shaped products.
+
+    Args:
+        step: the main model.
+        draft: the prediction layer.
+        params: weights of both.
+        caches: target and draft cache, with pages for ``count`` tokens and one turn more.
+        batch: where the requests stand; a turn drafts one token less than its bucket's ``next_n``.
+        draft_table: ``int32[R, W_draft]`` page table of the draft cache.
+        count: static number of tokens.
+        sampling: how to draw; drafts are drawn by the same rule.
+        share_selection: later draft tokens attend to the selection of the first (GLM-5.2).
+
+    Returns:
+        Caches and batch after the last kept token, and the tokens. A request ends at ``count`` tokens or a stop token; what
+        a turn gave beyond is dropped, and the batch stands where the output ends.
+
+    Raises:
+        ValueError: for another kind of bucket, fewer than two token places, or a count below 1.
+    """
+    places = batch.meta.bucket.next_n
+    _check("speculative_loop", batch.meta, count, next_n=max(places, 2))
+    drafts, requests = places - 1, batch.live.shape[0]
+    place = jnp.arange(places, dtype=jnp.int32)[None, :]
+    request = jnp.arange(requests, dtype=jnp.int32)[:, None]
+
+    def propose(cache: Cache, batch: DraftBatch) -> tuple[Cache, Array, Array]:
+        """Draft tokens ``int32[R, drafts]`` and the probabilities that they were drawn from."""
+        live = batch.live.astype(jnp.int32)
+        meta = draft_metadata(batch.meta, cache.layout, draft_table, batch.meta.new_lens * live)
+        newest = jnp.maximum(batch.meta.new_lens - 1, 0)
+        flat = batch.hidden.reshape(requests * places, -1)
+        cache, logits, states, rows = draft(params, cache, meta, batch.following.reshape(-1), flat, None)
+        logits, state, rows = (_at(x.reshape(requests, places, -1), newest) for x in (logits, states, rows))
+        tokens, given = [], []
+        for number in range(drafts):
+            if number:
+                meta = advance(meta, live, next_n=1)
+                reused = rows if share_selection else None
+                cache, logits, state, _ = draft(params, cache, meta, tokens[-1], state, reused)
+            p = probabilities(logits, sampling.temperature, sampling.top_p)
+            keys = sampling.keys(meta.kv_lens, stream=1 + number)
+            tokens.append(jax.vmap(jax.random.categorical)(keys, jnp.log(p)).astype(jnp.int32))
+            given.append(p)
+        return cache, jnp.stack(tokens, axis=1), jnp.stack(given, axis=1)
+
+    def turn(state):
+        (cache, draft_cache), batch, written = state
+        draft_cache, proposed, given = propose(draft_cache, batch)
+        live = batch.live.astype(jnp.int32)
+        meta = advance(batch.meta, live * places)
+        tokens = jnp.concatenate([batch.last[:, None], proposed], axis=1)
+        cache, logits, hidden = step(params, cache, meta, tokens.reshape(-1))
+        target = probabilities(logits.reshape(requests, places, -1), sampling.temperature, sampling.top_p)
+        every = jnp.full((requests,), drafts, jnp.int32)
+        accepted, token = accept_sampled(sampling.keys(meta.kv_lens), target, given, proposed, every)
+
+        # The accepted drafts, then the target's own token; cut at the count and after a stop token.
+        output = jnp.where(place < accepted[:, None], jnp.pad(proposed, ((0, 0), (0, 1))), token[:, None])
+        stops = sampling.stops(output).astype(jnp.int32)
+        ended = jnp.cumsum(stops, axis=1, dtype=jnp.int32) > stops
+        room = (count - written.counts)[:, None]
+        kept = batch.live[:, None] & (place <= accepted[:, None]) & (place < room) & ~ended
+        number = jnp.sum(kept, axis=1, dtype=jnp.int32)
+        column = jnp.where(kept, written.counts[:, None] + place, count)
+        counts = written.counts + number
+        written = Written(
+            tokens=written.tokens.at[request, column].set(output, mode="drop"),
+            counts=counts,
+            turns=written.turns + 1,
+            accepted=written.accepted + jnp.minimum(accepted, number) * live,
+            drafted=written.drafted + drafts * live,
+        )
+        # The cache keeps the token that the turn began with and all of the output but its last token.
+        meta = rewind(meta, number)
+        alive = batch.live[:, None]
+        batch = DraftBatch(
+            meta=replace(meta, new_lens=jnp.where(batch.live, number, batch.meta.new_lens)),
+            following=jnp.where(alive, output, batch.following),
+            hidden=jnp.where(alive[:, :, None], hidden.reshape(batch.hidden.shape), batch.hidden),
+            live=batch.live & ~jnp.any(kept & (stops > 0), axis=1) & (counts < count),
+        )
+        return (cache, draft_cache), batch, written
+
+    zero = jnp.zeros((requests,), jnp.int32)
+    empty = jnp.full((requests, count), -1, jnp.int32)
+    written = Written(tokens=empty, counts=zero, turns=jnp.int32(0), accepted=zero, drafted=zero)
+    return lax.while_loop(lambda state: jnp.any(state[1].live), turn, (caches, batch, written))
+
+
+def _draw(logits: Array, positions: Array, sampling: Sampling) -> Array:
+    p = probabilities(logits, sampling.temperature, sampling.top_p)
+    return jax.vmap(jax.random.categorical)(sampling.keys(positions), jnp.log(p)).astype(jnp.int32)
+
+
+def _at(array: Array, index: Array) -> Array:
+    """Entry ``index[r]`` of row r: ``[R, n, ...]`` and ``int32[R]`` to ``[R, ...]``."""
+    index = index.reshape(index.shape + (1,) * (array.ndim - 1))
+    return jnp.take_along_axis(array, index, axis=1)[:, 0]
+
+
+def _check(operation: str, meta: StepMetadata, count: int, next_n: int) -> None:
+    bucket, problems = meta.bucket, []
+    if bucket.context_requests or not bucket.decode_requests:
+        problems.append(
+            f"the bucket has {bucket.context_requests} contexts and {bucket.decode_requests} decode requests, wanted decode "
+            "requests alone"
+        )
+    if bucket.next_n != next_n:
+        problems.append(f"the bucket's next_n is {bucket.next_n}, wanted {next_n}")
+    if count < 1:
+        problems.append(f"count is {count}, wanted at least 1")
+    if problems:
+        raise ValueError(
+            f"{operation}: " + "; ".join(problems) + ". Prefill first, then loop over decode requests."
+        )

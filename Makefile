@@ -51,7 +51,7 @@ wheel-check: setup ## build the wheel and use it outside the checkout
 compile-check: setup ## compile the GPU kernels with the next JAX, without a GPU
 	@scripts/setup.sh jax-0.12
 	@if [ ! -x .venv-jax-0.12/bin/python ]; then exit 0; fi; status=0; \
-	.venv-jax-0.12/bin/python -m pytest tests -m compile || status=$$?; \
+	.venv-jax-0.12/bin/python -m pytest -n 2 tests -m compile || status=$$?; \
 	if [ $$status = 5 ]; then echo "compile-check: no test carries the marker 'compile' yet; nothing was compiled"; \
 	else exit $$status; fi
 

@@ -7,13 +7,22 @@ from typing import Any
 
 
 class FieldReader:
-    """Reads fields and collects what is wrong with them."""
+    """Reads fields and collects what is wrong with them, so that one error can name everything.
+
+    Attributes:
+        mapping: the configuration.
+        problems: what was found wrong so far.
+    """
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
+        """Starts without problems."""
         self.mapping = mapping
         self.problems: list[str] = []
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """A field that is a whole number of at least 0; missing or null gives `default`, or a problem without
+        one.
+        """
         value = self.mapping.get(name)
         if value is None:
             if default is None:
@@ -27,6 +36,7 @@ class FieldReader:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
+        """A field that is true or false; missing or null gives `default`."""
         value = self.mapping.get(name)
         if value is None:
             return default
@@ -35,5 +45,10 @@ class FieldReader:
         return bool(value)
 
     def finish(self, architecture: str) -> None:
+        """Ends the reading.
+
+        Raises:
+            ValueError: there are problems; the message lists them all.
+        """
         if self.problems:
             raise ValueError(f"DSAConfig.from_hf({architecture}): " + "; ".join(self.problems))

@@ -7,6 +7,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 
 class AddressMode(enum.StrEnum):
     """Where the layer stands in an address: both modes give the same bytes.
@@ -127,5 +129,6 @@ class PageIndex:
 def _keep_missing(source: Any, value: Any) -> Any:
     if isinstance(source, int):
         return -1 if source < 0 else value
-    # Arithmetic, so that NumPy arrays and traced JAX arrays take the same path and keep their dtype.
-    return value * (source >= 0) - (source < 0)
+    # The value's own namespace, so that NumPy arrays and traced JAX arrays take the same path and keep their dtype.
+    namespace = value.__array_namespace__() if hasattr(value, "__array_namespace__") else np
+    return namespace.where(source < 0, -1, value)

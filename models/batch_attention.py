@@ -11,6 +11,7 @@ from jax import Array, lax
 from dsa_jax import quant
 from dsa_jax.models.indexer import Indexer, index_scores
 from dsa_jax.models.mla import MLA, Projected
+from dsa_jax.models.norm import contract
 from dsa_jax.models.rope import Rotation
 
 Attention = Literal["dense", "sparse"]
@@ -70,7 +71,7 @@ def batch_attention(
     visible = selected if selected is not None and options.attention == "sparse" else causal
 
     probabilities = masked_softmax(logits, visible[:, None])
-    attended = jnp.einsum("bhts,bshd->bthd", probabilities.astype(x.dtype), values)
+    attended = contract("bhts,bshd->bthd", probabilities.astype(x.dtype), values)
 
     kl = None
     if mla.indexer is not None:
@@ -91,7 +92,7 @@ def _attention_scores(mla: MLA, projected: Projected, keys: Array) -> Array:
     rotary = jnp.broadcast_to(projected.k_rope[:, :, None], (*keys.shape[:-1], projected.k_rope.shape[-1]))
     q = jnp.concatenate([projected.q_nope, projected.q_rope], axis=-1)
     k = jnp.concatenate([keys, rotary], axis=-1)
-    return jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * mla.config.softmax_scale
+    return contract("bthd,bshd->bhts", q, k, wide=True) * mla.config.softmax_scale
 
 
 def _index_scores(
@@ -105,8 +106,8 @@ def _index_scores(
     # Codes are exact in any float type; the scales stay outside of the dot products, as in the paged step.
     q_codes, q_scale = quant.quantize_fp8(q, options.scale_rule)
     k_codes, k_scale = quant.quantize_fp8(k, options.scale_rule)
-    decoded = (quant.decode_e4m3(codes).astype(x.dtype) for codes in (q_codes, k_codes))
-    return index_scores(*decoded, weights * q_scale) * k_scale[:, None, :]
+    q, k = quant.decode_e4m3(q_codes).astype(x.dtype), quant.decode_e4m3(k_codes).astype(x.dtype)
+    return index_scores(q, k, weights * q_scale) * k_scale[:, None, :]
 
 
 def _select(

@@ -14,7 +14,7 @@ from jax import Array
 from dsa_jax.models.config import ModelConfig
 from dsa_jax.models.layer import DecoderLayer
 from dsa_jax.models.mtp import MTPLayer
-from dsa_jax.models.norm import Linear, RMSNorm
+from dsa_jax.models.norm import Linear, RMSNorm, contract
 
 
 class Embedding(nnx.Module):
@@ -78,4 +78,4 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Array) -> Array:
         """Project normalised hidden states ``[..., hidden]`` to ``float32[..., vocab]``."""
         weight = self.lm_head.weight[...].astype(hidden.dtype)
-        return jnp.einsum("...i,oi->...o", hidden, weight, preferred_element_type=jnp.float32)
+        return contract("...i,oi->...o", hidden, weight, wide=True)

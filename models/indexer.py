@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from dsa_jax.models.norm import LayerNorm, Linear
+from dsa_jax.models.norm import LayerNorm, Linear, contract
 from dsa_jax.models.rope import Rotation, rotate
 from dsa_jax.quant import hadamard as hadamard_rotation
 
@@ -108,8 +108,8 @@ def index_scores(q: Array, k: Array, weights: Array, *, heads_at_once: int = 8) 
     @jax.checkpoint
     def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
         q_part, w_part = part
-        dots = jnp.einsum("bthd,bsd->bths", q_part, k, preferred_element_type=jnp.float32)
-        return total + jnp.einsum("bths,bth->bts", jax.nn.relu(dots), w_part), None
+        dots = contract("bthd,bsd->bths", q_part, k, wide=True)
+        return total + contract("bths,bth->bts", jax.nn.relu(dots), w_part), None
 
     def grouped(x: Array) -> Array:
         parts = x.reshape(batch, length, heads // heads_at_once, heads_at_once, *x.shape[3:])

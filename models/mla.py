@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from dsa_jax.models.indexer import Indexer
-from dsa_jax.models.norm import Linear, RMSNorm
+from dsa_jax.models.norm import Linear, RMSNorm, contract
 from dsa_jax.models.rope import Rotation, rotate
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class MLA(nnx.Module):
         """
         key_up, _ = self._up_projections(projected.q_nope.dtype)
         return jnp.concatenate(
-            [jnp.einsum("...hd,hdl->...hl", projected.q_nope, key_up), projected.q_rope], axis=-1
+            [contract("...hd,hdl->...hl", projected.q_nope, key_up), projected.q_rope], axis=-1
         )
 
     def absorbed_output(self, latent: Array) -> Array:
@@ -109,7 +109,7 @@ class MLA(nnx.Module):
             ``[..., hidden]``.
         """
         _, value_up = self._up_projections(latent.dtype)
-        return self.output(jnp.einsum("...hl,hdl->...hd", latent, value_up))
+        return self.output(contract("...hl,hdl->...hd", latent, value_up))
 
     def expand(self, latent: Array) -> tuple[Array, Array]:
         """Keys (without their rotary part) and values of every head.
@@ -121,7 +121,7 @@ class MLA(nnx.Module):
             ``[..., h, qk_nope_head_dim]`` and ``[..., h, v_head_dim]``.
         """
         key_up, value_up = self._up_projections(latent.dtype)
-        return jnp.einsum("...l,hdl->...hd", latent, key_up), jnp.einsum("...l,hdl->...hd", latent, value_up)
+        return contract("...l,hdl->...hd", latent, key_up), contract("...l,hdl->...hd", latent, value_up)
 
     def output(self, values: Array) -> Array:
         """From attended values ``[..., h, v_head_dim]`` to ``[..., hidden]``."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from dsa_jax.models.norm import Buffer, Linear
+from dsa_jax.models.norm import Buffer, Linear, contract
 
 if TYPE_CHECKING:
     from dsa_jax.models.config import ModelConfig
@@ -84,7 +84,7 @@ class Gate(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """Route ``[N, hidden]``: ``float32[N, k]`` weights and ``int32[N, k]`` experts."""
-        logits = jnp.einsum("ni,ei->ne", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        logits = contract("ni,ei->ne", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
         return route(logits, self.e_score_correction_bias[...].astype(jnp.float32), self.config)
 
 
@@ -127,10 +127,10 @@ class Experts(nnx.Module):
         """Every expert on every token; the weight of an expert that was not chosen is zero."""
         gate, up, down = (w[...].astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
         share = jnp.sum(jax.nn.one_hot(experts, gate.shape[0]) * weights[..., None], axis=-2)
-        hidden = jax.nn.silu(jnp.einsum("ni,ewi->new", x, gate, preferred_element_type=jnp.float32))
-        hidden = hidden * jnp.einsum("ni,ewi->new", x, up, preferred_element_type=jnp.float32)
+        hidden = jax.nn.silu(contract("ni,ewi->new", x, gate, wide=True))
+        hidden = hidden * contract("ni,ewi->new", x, up, wide=True)
         hidden = (hidden * share[..., None]).astype(x.dtype)
-        return jnp.einsum("new,eow->no", hidden, down, preferred_element_type=jnp.float32)
+        return contract("new,eow->no", hidden, down, wide=True)
 
     def _chosen(self, x: Array, weights: Array, experts: Array) -> Array:
         """Only the chosen experts: tokens sorted by expert, one grouped product a projection."""
@@ -144,7 +144,13 @@ class Experts(nnx.Module):
 
         def product(left: Array, stacked: nnx.Param) -> Array:
             right = jnp.swapaxes(stacked[...].astype(x.dtype), 1, 2)
-            return lax.ragged_dot(left, right, sizes, preferred_element_type=jnp.float32)
+            return lax.ragged_dot(
+                left,
+                right,
+                sizes,
+                precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )
 
         hidden = jax.nn.silu(product(rows, self.gate_proj)) * product(rows, self.up_proj)
         result = product(hidden.astype(x.dtype), self.down_proj)

@@ -8,6 +8,26 @@ from flax import nnx
 from jax import Array
 
 
+def contract(equation: str, *operands: Array, wide: bool = False) -> Array:
+    """``jnp.einsum`` of operands of one dtype, with float32 accumulation.
+
+    Float32 products are exact to float32 everywhere: left alone, a GPU rounds their operands to ten bits of mantissa, which
+    is enough to change what the router and the indexer choose.
+
+    Args:
+        equation: subscripts as for ``jnp.einsum``.
+        operands: the factors.
+        wide: give the float32 sums instead of rounding them to the operands' dtype.
+    """
+    exact = all(x.dtype == jnp.float32 for x in operands)
+    return jnp.einsum(
+        equation,
+        *operands,
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32 if wide else None,
+    )
+
+
 class Buffer(nnx.Variable):
     """A value that is saved with the weights but never trained by gradient."""
 
@@ -26,7 +46,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Map ``[..., in]`` to ``[..., out]`` in the dtype of ``x``."""
-        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        return contract("...i,oi->...o", x, self.weight[...].astype(x.dtype))
 
 
 class RMSNorm(nnx.Module):

@@ -56,7 +56,6 @@ _TINY = _SMALL | {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
     "index_n_heads": 16,
-    "index_head_dim": 32,
     "index_topk": 8,
     "max_position_embeddings": 256,
     "rope_parameters": _SMALL["rope_parameters"] | {"original_max_position_embeddings": 64},

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dsa_jax.config import RopeParameters
 
@@ -78,9 +78,7 @@ def rotation(rope: RopeParameters, dim: int, positions: Array) -> Rotation:
         ``float32[..., dim / 2]`` cosine and sine.
     """
     frequencies = jnp.asarray(inverse_frequencies(rope, dim), jnp.float32)
-    angles = jnp.einsum(
-        "...,i->...i", positions.astype(jnp.float32), frequencies, precision=lax.Precision.HIGHEST
-    )
+    angles = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 

@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root="$PWD"
 
 rm -rf build dist
-.venv/bin/python -m build --wheel --no-isolation >/dev/null
+log="$(.venv/bin/python -m build --wheel --no-isolation 2>&1)" || { echo "$log" >&2; exit 1; }
 wheel="$(echo "$root"/dist/dsa_jax-*.whl)"
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder" "$root/build"' EXIT

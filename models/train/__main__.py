@@ -92,9 +92,10 @@ def _train(options: argparse.Namespace) -> None:
     from dsa_jax.models import checkpoint
     from dsa_jax.models.decoder import Decoder
     from dsa_jax.models.presets import preset
-    from dsa_jax.models.train.loop import Settings, Trainer
+    from dsa_jax.models.train.loop import Trainer
     from dsa_jax.models.train.stages import recipe
     from dsa_jax.models.train.state import write_atomically
+    from dsa_jax.models.train.updates import Settings
 
     out = _out(options)
     encoded, tokenizer = streams.load(options.data)
@@ -112,11 +113,12 @@ def _train(options: argparse.Namespace) -> None:
         decay=options.decay,
         bfloat16=not options.float32,
     )
+    bos, eos = tokenizer_.specials(tokenizer)
     config = dataclasses.replace(
         preset(options.preset),
         vocab_size=tokenizer.get_vocab_size(),
-        bos_token_id=tokenizer.token_to_id(tokenizer_.BOS),
-        eos_token_ids=(tokenizer.token_to_id(tokenizer_.EOS),),
+        bos_token_id=bos,
+        eos_token_ids=(eos,),
     )
     model = Decoder(config, rngs=nnx.Rngs(options.seed))
     trainer = Trainer(
@@ -141,6 +143,7 @@ def _train(options: argparse.Namespace) -> None:
     trainer.state_path.unlink()  # complete: nothing is left to resume
     if options.stages == len(stages):
         _evaluate(options)
+        _text(options)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -157,7 +160,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     longest = model.config.dsa.max_position_embeddings
     contexts = streams.windows(encoded.modules("heldout"), [n for n in evaluate.LENGTHS if n <= longest])
     found = evaluate.losses(model, contexts, dtype=dtype)
-    start = tokenizer.token_to_id(tokenizer_.EOS)
+    _, start = tokenizer_.specials(tokenizer)
     counted = ngram.train(encoded.modules("train"), vocabulary=tokenizer.get_vocab_size(), start=start)
     found["bits_per_byte"] = evaluate.bits_per_byte(
         counted, contexts, found["loss"]["sparse_fp8"], streams.token_bytes(tokenizer), start=start
@@ -170,15 +173,31 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _text(options: argparse.Namespace) -> None:
-    from dsa_jax.models.train import text
+    import jax.numpy as jnp
 
-    text.check(_out(options), options.data, seed=options.seed)
+    from dsa_jax.models import checkpoint
+    from dsa_jax.models.train import text
+    from dsa_jax.models.train.state import write_atomically
+
+    out = _out(options)
+    dtype = jnp.float32 if options.float32 else jnp.bfloat16
+    tokenizer = checkpoint.load_tokenizer(out)
+    found = text.check(
+        checkpoint.load_pretrained(out, dtype=dtype),
+        tokenizer,
+        corpus.load(options.data),
+        bos=tokenizer_.specials(tokenizer)[0],
+        seed=options.seed,
+        dtype=dtype,
+    )
+    write_atomically(out / "text.json", (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
+    print(json.dumps(found, indent=1, ensure_ascii=False))
 
 
 def _card(options: argparse.Namespace) -> None:
     from dsa_jax.models.train import card
 
-    card.write(_out(options), options.data)
+    card.write(_out(options), corpus.load_manifest(options.data))
 
 
 if __name__ == "__main__":

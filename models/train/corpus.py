@@ -13,12 +13,14 @@ import hashlib
 import json
 import lzma
 import platform
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+
+from dsa_jax.models.train.docstrings import collect
+from dsa_jax.models.train.documents import Document
 
 SPLITS = ("train", "validation", "heldout")
 SPLIT_PERCENT = {"validation": 4, "heldout": 6}
@@ -34,29 +36,6 @@ REPEATED_SHARE = 0.5
 
 _CORPUS_NAME = "corpus.jsonl.xz"
 _MANIFEST_NAME = "manifest.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One piece of text with its origin.
-
-    Attributes:
-        source: key of `LICENCES`.
-        module: dotted name of the module whose source holds the text; the unit of the split.
-        name: qualified name of the documented object, or of the help topic.
-        text: the text itself, without trailing space on any line.
-    """
-
-    source: str
-    module: str
-    name: str
-    text: str
-
-
-def normalise(text: str) -> str:
-    """Expands tabs, unifies line ends, removes trailing space and more than two empty lines in a row."""
-    lines = [line.rstrip() for line in text.expandtabs().replace("\r\n", "\n").split("\n")]
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip("\n")
 
 
 def split_of(module: str) -> str:
@@ -102,9 +81,7 @@ def build() -> list[Document]:
     Returns:
         Documents with distinct docstrings.
     """
-    from dsa_jax.models.train import docstrings
-
-    collected = deduplicate(docstrings.collect())
+    collected = deduplicate(collect())
     order = {name: number for number, name in enumerate(LICENCES)}
     return sorted(collected, key=lambda document: (order[document.source], document.module))
 
@@ -174,8 +151,9 @@ def load(folder: Path) -> list[Document]:
             f"load corpus: folder {str(folder)!r} holds no {_CORPUS_NAME}; "
             "want a folder written by `python -m dsa_jax.models.train corpus --data FOLDER`: run that first"
         )
-    lines = lzma.decompress(path.read_bytes()).decode().splitlines()
-    return [Document(**json.loads(line)) for line in lines]
+    # Not splitlines(): JSON leaves other line separators of Unicode as they are.
+    lines = lzma.decompress(path.read_bytes()).decode().split("\n")
+    return [Document(**json.loads(line)) for line in lines if line]
 
 
 def load_manifest(folder: Path) -> dict:

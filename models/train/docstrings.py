@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsa_jax.models.train.corpus import Document, normalise
+from dsa_jax.models.train.documents import Document, normalise
 
 _PACKAGES = ("numpy", "scipy", "jax")
 _SKIPPED_PARTS = {
@@ -46,7 +46,7 @@ def collect() -> Iterator[Document]:
         roots.append((name, name, Path(location)))
     known = set()
     for source, prefix, root in roots:
-        for document in _parsed(source, prefix, root):
+        for document in parsed_documents(source, prefix, root):
             known.add((document.module, document.name))
             yield document
     for source, prefix, _ in roots:
@@ -74,7 +74,14 @@ def _document(source: str, module: str, name: str, signature: str, docstring: st
 # --- from source files --------------------------------------------------------------------------------------------
 
 
-def _parsed(source: str, prefix: str, root: Path) -> Iterator[Document]:
+def parsed_documents(source: str, prefix: str, root: Path) -> Iterator[Document]:
+    """Yields the docstrings of all source files below a folder, in the order of their paths; nothing is run.
+
+    Args:
+        source: key of the licence table, noted in the documents.
+        prefix: dotted name of the package that lies at ``root``, empty for a folder of top-level modules.
+        root: the folder.
+    """
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _SKIPPED_PARTS.intersection(parts) or any(part.startswith("test_") for part in parts):
@@ -165,6 +172,9 @@ def _docstring(holder: object) -> str | None:
     text = getattr(holder, "__doc__", None)
     # An instance shows the text of its class: that is counted where the class is.
     if not isinstance(text, str) or (not inspect.isclass(holder) and text == type(holder).__doc__):
+        return None
+    # The one line that dataclasses and named tuples get by themselves is their signature, addresses included.
+    if inspect.isclass(holder) and text.startswith(f"{holder.__name__}(") and "\n" not in text:
         return None
     return inspect.cleandoc(text)
 

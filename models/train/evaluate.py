@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from dsa_jax.models.batch import forward_batch
+from dsa_jax.models.batch import Selection, forward_batch
 from dsa_jax.models.decoder import Decoder
 from dsa_jax.models.train import ngram
 from dsa_jax.models.train.stages import token_losses
@@ -35,7 +35,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "sparse_recent": {"attention": "sparse", "selection": "recent"},
     "sparse_random": {"attention": "sparse", "selection": "random"},
 }
-SELECTIONS = ("indexer", "recent", "random")
+SELECTIONS: tuple[Selection, ...] = ("indexer", "recent", "random")
 SPARSE_LIMIT = 1.03
 """Greatest loss of sparse attention, as a multiple of the dense loss."""
 
@@ -54,7 +54,7 @@ def losses(
         model: the weights, as they ship.
         contexts: per length ``int32[contexts, length]``.
         dtype: of the activations.
-        batch: contexts at a time.
+        batch: contexts at a time, at most.
         first: first position that counts.
 
     Returns:
@@ -76,14 +76,15 @@ def losses(
     batches = {length: _batches(rows, batch) for length, rows in contexts.items()}
     shapes = sorted({(part.shape[0], length) for length, parts in batches.items() for part in parts})
 
-    def compiled(name: str, shape: tuple[int, int]) -> Callable:
-        if name.startswith("mass/"):
-            function = _catch(graph, name.removeprefix("mass/"), dtype, first, model.config.dsa.num_layers)
-        else:
+    def compiled(name: str, shape: tuple[int, ...]) -> Callable:
+        if name in MODES:
             function = _measure(graph, MODES[name], dtype, first)
+        else:
+            selection = SELECTIONS[names.index(name) - len(MODES)]
+            function = _catch(graph, selection, dtype, first, model.config.dsa.num_layers)
         return function.lower(weights, jax.ShapeDtypeStruct(shape, jnp.int32), jax.random.key(0)).compile()
 
-    wanted = [(name, shape) for name in names for shape in shapes]
+    wanted: list[tuple[str, tuple[int, ...]]] = [(name, shape) for name in names for shape in shapes]
     with ThreadPoolExecutor() as pool:  # compilation is most of the time, and it runs in parallel
         functions = dict(zip(wanted, pool.map(lambda pair: compiled(*pair), wanted), strict=True))
 
@@ -94,7 +95,7 @@ def losses(
             tokens = jnp.asarray(rows)
             key = jax.random.fold_in(jax.random.key(length), number)
             for name in names:
-                for kind, (mean, count) in functions[name, tokens.shape](weights, tokens, key).items():
+                for kind, (mean, count) in functions[name, rows.shape](weights, tokens, key).items():
                     label = kind.replace("loss", f"loss/{name}").replace("mass", name)
                     sums[label] += float(mean) * int(count)
                     counts[label] += int(count)
@@ -109,7 +110,9 @@ def losses(
 
 
 def _batches(rows: np.ndarray, batch: int) -> list[np.ndarray]:
-    return [rows[start : start + batch] for start in range(0, len(rows), batch)]
+    # Equal batches, so that each length is compiled once.
+    size = next(size for size in range(min(batch, len(rows)), 0, -1) if len(rows) % size == 0)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _measure(graph: Any, options: dict[str, Any], dtype: Any, first: int) -> Any:
@@ -134,7 +137,7 @@ def _measure(graph: Any, options: dict[str, Any], dtype: Any, first: int) -> Any
     return measure
 
 
-def _catch(graph: Any, selection: str, dtype: Any, first: int, layers: int) -> Any:
+def _catch(graph: Any, selection: Selection, dtype: Any, first: int, layers: int) -> Any:
     """The same for the attention mass; under dense attention all selections are judged by one distribution."""
 
     @jax.jit

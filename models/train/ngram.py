@@ -106,7 +106,7 @@ def _table(grams: np.ndarray, counts: np.ndarray, vocabulary: int) -> _Order:
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
     """Discounts for counts 0 (none), 1, 2 and more; too little data to estimate them gives plain 0.5."""
-    n = np.bincount(np.minimum(counts, 4), minlength=5).astype(np.float64)
+    n = np.bincount(np.minimum(counts, 5), minlength=6).astype(np.float64)
     if not np.all(n[1:5] > 0):
         return np.asarray([0.0, 0.5, 0.5, 0.5])
     y = n[1] / (n[1] + 2 * n[2])

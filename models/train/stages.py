@@ -47,7 +47,7 @@ class Stage:
     index_rate: float
     warmup: int
     noise: float = 0.0
-    patience: int = 4
+    patience: int = 10
 
 
 def recipe(
@@ -65,7 +65,7 @@ def recipe(
         Dense, indexer warm-up and sparse stage.
     """
     dense = Stage(
-        name="dense", attention="dense", language=True, index=False, steps=steps[0], share=0.6,
+        name="dense", attention="dense", language=True, index=False, steps=steps[0], share=0.5,
         main_rate=rate, index_rate=0.0, warmup=warmup, noise=noise,
     )  # fmt: skip
     indexer = Stage(
@@ -73,7 +73,7 @@ def recipe(
         main_rate=0.0, index_rate=2e-3, warmup=warmup // 2,
     )  # fmt: skip
     sparse = Stage(
-        name="sparse", attention="sparse", language=True, index=True, steps=steps[2], share=0.25,
+        name="sparse", attention="sparse", language=True, index=True, steps=steps[2], share=0.35,
         main_rate=rate / 5, index_rate=1e-3, warmup=warmup // 2, noise=noise / 2,
     )  # fmt: skip
     return dense, indexer, sparse
@@ -116,7 +116,7 @@ def objective(
     return total, (parts, outputs)
 
 
-def rebalance(bias: Array, load: Array, speed: float) -> Array:
+def rebalance(bias: Array, load: Array, speed: Array | float) -> Array:
     """Moves the correction bias towards experts that got less than their share, without any auxiliary loss.
 
     Source: DeepSeek-V3 report, section 2.1.2: add ``speed`` where an expert was underloaded, subtract it where overloaded.

@@ -53,7 +53,9 @@ def save(path: Path, arrays: Any, progress: Progress, settings: dict[str, Any]) 
         settings: everything that must be equal for a resumed run to continue this one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    leaves = {f"leaf{number}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(arrays))}
+    leaves: dict[str, Any] = {
+        f"leaf{number}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(arrays))
+    }
     facts = json.dumps({"progress": asdict(progress), "settings": settings})
     beside = path.with_name(path.name + ".partial")
     with beside.open("wb") as file:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from dsa_jax.models.train import corpus as corpus_
 from dsa_jax.models.train import tokenizer as tokenizer_
+from dsa_jax.models.train.documents import Document
 
 _TOKENS_NAME = "tokens.npz"
 _TOKENIZER_NAME = "tokenizer.json"
@@ -35,7 +36,7 @@ class Streams:
         return [self.tokens[split][a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def encode(documents: Iterable[corpus_.Document], tokenizer: Tokenizer) -> Streams:
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Streams:
     """Encodes a corpus.
 
     Args:
@@ -45,7 +46,7 @@ def encode(documents: Iterable[corpus_.Document], tokenizer: Tokenizer) -> Strea
     Returns:
         The streams of all splits.
     """
-    bos, eos = (tokenizer.token_to_id(name) for name in (tokenizer_.BOS, tokenizer_.EOS))
+    bos, eos = tokenizer_.specials(tokenizer)
     tokens: dict[str, list[int]] = {split: [] for split in corpus_.SPLITS}
     starts: dict[str, list[int]] = {split: [0] for split in corpus_.SPLITS}
     for module, members in corpus_.by_module(documents).items():
@@ -143,7 +144,7 @@ class Sampler:
 
     def starts(self, step: int, steps: int) -> np.ndarray:
         """Start positions for ``steps`` steps from ``step`` on, ``int32[steps, batch]``."""
-        numbers = np.arange(step * self._batch, (step + steps) * self._batch)
+        numbers = range(step * self._batch, (step + steps) * self._batch)
         found = [self._in_epoch(number // self.windows)[number % self.windows] for number in numbers]
         return np.asarray(found, np.int32).reshape(steps, self._batch)
 

@@ -74,3 +74,17 @@ def save(tokenizer: Tokenizer, path: Path) -> None:
     """Writes ``tokenizer.json``, the file that Hugging Face's loaders read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
+
+
+def specials(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Ids of ``BOS`` and ``EOS``.
+
+    Raises:
+        ValueError: the tokenizer lacks one of them.
+    """
+    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    if bos is None or eos is None:
+        raise ValueError(
+            f"specials: the tokenizer lacks {BOS} or {EOS}; want one that this module trained: train it anew"
+        )
+    return bos, eos

@@ -1,0 +1,45 @@
+"""Kernels with their arguments' shapes, for `compile_without_gpu`."""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+
+
+def paged_logits(
+    *,
+    kernel,
+    requests=64,
+    new_tokens=1,
+    heads=64,
+    page_size=64,
+    context=32768,
+    traced_offset=False,
+    config=None,
+):
+    """A decode kernel of the paged logits, ``"mosaic"`` or ``"triton"``; refused where its `supported_on` says so."""
+    from dsa_jax import compat
+
+    module = importlib.import_module(f"dsa_jax.pallas.paged_logits_{kernel}")
+    width, pages = context // page_size, 3 * requests * context // page_size
+    chosen = module.PagedLogitsConfig(**config) if config else None
+
+    def run(q, weights, keys, scales, table, limits, offset):
+        device = compat.target_device()
+        module.supported_on(device, heads=heads, new_tokens=new_tokens, page_size=page_size)
+        offset = offset if traced_offset else 2
+        return module.paged_logits_decode(
+            q, weights, keys, scales, table, limits, page_scale=3, layer_offset=offset, config=chosen
+        )
+
+    return run, [
+        jax.ShapeDtypeStruct((requests, new_tokens, heads, 128), jnp.uint8),
+        jax.ShapeDtypeStruct((requests, new_tokens, heads), jnp.float32),
+        jax.ShapeDtypeStruct((pages, page_size, 128), jnp.uint8),
+        jax.ShapeDtypeStruct((pages, page_size), jnp.float32),
+        jax.ShapeDtypeStruct((requests, width), jnp.int32),
+        jax.ShapeDtypeStruct((requests, new_tokens), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    ]

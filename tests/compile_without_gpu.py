@@ -1,0 +1,116 @@
+"""Compile programs for GPUs that are not there, ptxas included, each in a process of its own.
+
+JAX compiles for a card described by its numbers when the wheels of its CUDA plugin are importable; a bad kernel may abort
+the process, so `compile_case` runs this file as a script. A case is a function ``case(**options) -> (function, shapes)``
+named ``"module:case"``, where the shapes are ``jax.ShapeDtypeStruct`` s of the function's arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_DESCRIPTION = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: %(core_memory)d threads_per_core_limit: 2048 core_count: %(cores)d fpus_per_core: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: %(bandwidth)d l2_cache_size: %(l2)d clock_rate_ghz: 1.41 device_memory_size: %(memory)d
+  shared_memory_per_block_optin: %(block_memory)d cuda_compute_capability { major: %(major)d minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 1 }
+device_description_str: "%(name)s"
+"""
+
+
+def _card(
+    name: str, major: int, cores: int, block_memory: int, l2_mib: int, bandwidth: int, memory_gib: int
+) -> str:
+    return _DESCRIPTION % {
+        "name": name,
+        "major": major,
+        "cores": cores,
+        "block_memory": block_memory,
+        "core_memory": block_memory + 1024,
+        "l2": l2_mib << 20,
+        "bandwidth": bandwidth * 10**9,
+        "memory": memory_gib << 30,
+    }
+
+
+CARDS = {
+    "sm80": _card("NVIDIA A100-SXM4-80GB", 8, 108, 166912, 40, 2039, 80),
+    "sm90": _card("NVIDIA H100 80GB HBM3", 9, 132, 232448, 50, 3352, 80),
+    "sm100": _card("NVIDIA B200", 10, 148, 232448, 126, 8000, 180),
+}
+
+
+def compile_for(card: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
+    """Compile a function for one GPU of the given architecture; returns JAX's compiled program."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc("", "cuda", topology="1x1x1", target_config=CARDS[card])
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    # The mesh in scope tells the library, and Pallas, which card is meant.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function, donate_argnums=donate).trace(*shapes).lower().compile()
+
+
+def compile_case(environment: dict[str, str], card: str, case: str, **options: Any) -> dict[str, Any]:
+    """Compile a case in a subprocess.
+
+    Args:
+        environment: what `conftest.compile_environment` gives; the log level is raised, to see warnings of ptxas.
+        card: ``"sm80"``, ``"sm90"`` or ``"sm100"``.
+        case: ``"module:function"``; modules of `tests` are importable.
+        options: keyword arguments of the case, as JSON carries them.
+
+    Returns:
+        ``{"temp": bytes, "alias": bytes, "calls": [custom call targets], "spilled": bool}``, or
+        ``{"refused": class and message}`` when tracing or compiling raised, or ``{"died": ...}`` when the process did.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        done = subprocess.run(
+            [sys.executable, __file__, card, case, json.dumps(options), file.name],
+            env=environment | {"TF_CPP_MIN_LOG_LEVEL": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        content = Path(file.name).read_text()
+    if not content:
+        return {"died": f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
+    spilled = "spilled to local memory" in done.stdout + done.stderr
+    return {**json.loads(content), "spilled": spilled}
+
+
+def _main(card: str, case: str, options: str, answer: str) -> None:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    module, name = case.split(":")
+    try:
+        function, shapes = getattr(importlib.import_module(module), name)(**json.loads(options))
+        program = compile_for(card, function, *shapes)
+    except Exception as error:
+        Path(answer).write_text(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+        return
+    memory = program.memory_analysis()
+    calls = [part.split('"')[0] for part in program.as_text().split('custom_call_target="')[1:]]
+    result = {"temp": memory.temp_size_in_bytes, "alias": memory.alias_size_in_bytes, "calls": calls}
+    Path(answer).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

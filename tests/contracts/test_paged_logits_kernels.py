@@ -1,0 +1,275 @@
+"""The paged logits kernels, interpreted on the CPU, against the NumPy float64 model."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dsa_jax.compat import Device
+from dsa_jax.pallas import paged_logits_mosaic, paged_logits_plan, paged_logits_triton
+from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
+from numpy_model import E4M3, encode_e4m3, scores
+
+INTERPRETED = plgpu.InterpretGPUParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
+NAN_CODE, ONE_CODE, FAR_SLOT = 0x7F, 0x38, 1 << 28
+"""The codes of NaN and 1.0, and a slot no pool has: it stands in the page table where nobody may look."""
+SCALE, LAYER_OFFSET = 3, 2
+
+
+def races_found() -> bool:
+    """Whether the interpreter saw two accesses in no order since it was last reset."""
+    return (
+        importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races().races_found
+    )
+
+
+@functools.cache
+def scenario(lengths: tuple[int, ...], *, n: int, heads: int, page_size: int, width: int, seed: int = 0):
+    """Arguments and expected scores: unused places hold NaN, unused table entries -1 or a slot that does not exist.
+
+    The rows of a request see one key less each, from the last row back, and none below zero: as in a decode step of
+    `n` new tokens.
+    """
+    rng = np.random.default_rng(seed)
+    requests = len(lengths)
+    slots = requests * width + 2
+    keys = np.full((slots * SCALE, page_size, 128), NAN_CODE, np.uint8)
+    scales = np.full((slots * SCALE, page_size), np.nan, np.float32)
+    table = np.full((requests, width), -1, np.int32)
+    table[:, 1::2] = FAR_SLOT
+    free = iter(rng.permutation(slots))
+    q = encode_e4m3(rng.normal(size=(requests, n, heads, 128)))
+    weights = rng.normal(size=(requests, n, heads)).astype(np.float32)
+    limits = np.maximum(np.asarray(lengths)[:, None] - np.arange(n)[::-1], 0).astype(np.int32)
+    expected = np.full((requests, n, width * page_size), -np.inf)
+    for r, length in enumerate(lengths):
+        data = encode_e4m3(rng.normal(size=(length, 128)))
+        scale = rng.uniform(0.5, 2.0, length).astype(np.float32)
+        for p in range(-(-length // page_size)):
+            table[r, p] = next(free)
+            part = slice(p * page_size, min((p + 1) * page_size, length))
+            page = table[r, p] * SCALE + LAYER_OFFSET
+            keys[page, : part.stop - part.start] = data[part]
+            scales[page, : part.stop - part.start] = scale[part]
+        for j in range(n):
+            seen = limits[r, j]
+            expected[r, j, :seen] = scores(E4M3[q[r, j]], weights[r, j], E4M3[data[:seen]], scale[:seen])
+    return (q, weights, keys, scales, table, limits), expected.reshape(requests * n, -1)
+
+
+def run(arguments, *, kernel="mosaic", config=None, blocks=3, offset=LAYER_OFFSET):
+    """A kernel in its interpreter: ``"mosaic"``, the Hopper kernel, or ``"triton"``, the one for all cards."""
+    if kernel == "mosaic":
+        call = functools.partial(
+            paged_logits_mosaic.paged_logits_decode, config=config, blocks=blocks, interpret=INTERPRETED
+        )
+    else:
+        call = paged_logits_triton.paged_logits_decode
+    call = jax.jit(functools.partial(call, page_scale=SCALE))
+    return np.asarray(call(*map(jnp.asarray, arguments), layer_offset=offset))
+
+
+def check(got: np.ndarray, expected: np.ndarray) -> None:
+    """-inf exactly where expected, and float32's accuracy elsewhere."""
+    assert got.dtype == np.float32
+    assert got.shape == expected.shape
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    seen = np.isfinite(expected)
+    size = np.abs(expected[seen]).max(initial=0.0)
+    np.testing.assert_allclose(got[seen], expected[seen], rtol=2e-6, atol=2e-6 * size)
+
+
+# Heads, new tokens, page size, table width, blocks, schedule: pairwise. Lengths are those around a tile, a page and the
+# whole width, with empty requests between.
+CASES = {
+    "one token, pages of 64": dict(heads=64, n=1, page_size=64, width=5),
+    "two tokens, half tiles, odd table": dict(heads=32, n=2, page_size=32, width=9),
+    "three tokens, pages of two tiles": dict(heads=64, n=3, page_size=128, width=3),
+    "five tokens in two products": dict(heads=64, n=5, page_size=32, width=10),
+    "eight tokens": dict(heads=32, n=8, page_size=128, width=3),
+}
+SCHEDULES = {
+    "one token, pages of 64": dict(blocks=1, config=PagedLogitsConfig(compute_warpgroups=3, stages=3)),
+    "two tokens, half tiles, odd table": dict(blocks=4, config=PagedLogitsConfig(stages=2, query_buffers=1)),
+    "three tokens, pages of two tiles": dict(blocks=40),
+    "five tokens in two products": dict(blocks=2, config=PagedLogitsConfig(compute_warpgroups=1, stages=2)),
+    "eight tokens": dict(blocks=3),
+}
+
+
+KERNELS = ("mosaic", "triton")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_ragged_batches(name, kernel):
+    case = CASES[name]
+    whole = case["width"] * case["page_size"]
+    arguments, expected = scenario((whole, 0, 1, 63, 64, 65, 0, 257, 255), **case)
+    check(run(arguments, kernel=kernel, **SCHEDULES[name]), expected)
+    assert kernel == "triton" or not races_found()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_long_requests_go_around_the_ring(kernel):
+    arguments, expected = scenario((2049, 2047, 0), n=1, heads=32, page_size=64, width=34)
+    check(run(arguments, kernel=kernel, blocks=2, config=PagedLogitsConfig(stages=4)), expected)
+    assert kernel == "triton" or not races_found()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_to_score_is_filled(kernel):
+    """No visible key at all: every column is written, no page is read, no barrier is left waiting."""
+    arguments, expected = scenario((0, 0), n=2, heads=32, page_size=64, width=9)
+    check(run(arguments, kernel=kernel), expected)
+    assert np.isneginf(expected).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_traced_layer_offset(kernel):
+    arguments, expected = scenario((70, 64), n=1, heads=32, page_size=64, width=2)
+    check(run(arguments, kernel=kernel, offset=jnp.int32(LAYER_OFFSET)), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_code_is_decoded(kernel):
+    """Keys that hold one code each against a query of ones: all finite codes exactly, NaN codes as NaN, never as 480."""
+    (q, weights, keys, scales, table, limits), _ = scenario((256,), n=1, heads=32, page_size=64, width=4)
+    q, weights = np.full_like(q, ONE_CODE), np.ones_like(weights)
+    keys, scales = keys.copy(), np.ones_like(scales)
+    for p in range(4):
+        keys[table[0, p] * SCALE + LAYER_OFFSET] = np.arange(p * 64, p * 64 + 64, dtype=np.uint8)[:, None]
+    got = run((q, weights, keys, scales, table, limits), kernel=kernel)
+    np.testing.assert_array_equal(got[0], np.maximum(E4M3, 0) * 128 * 32)
+
+
+def test_the_schedule_never_changes_a_bit():
+    arguments, _ = scenario((200, 130, 3), n=2, heads=32, page_size=64, width=4)
+    first = run(arguments)
+    other = run(arguments, blocks=5, config=PagedLogitsConfig(compute_warpgroups=3, product_columns=32))
+    np.testing.assert_array_equal(first, other)
+
+
+def test_float8_queries_are_the_same_bytes():
+    (q, *rest), expected = scenario((70, 64), n=1, heads=32, page_size=64, width=2)
+    check(run((q.view(jnp.float8_e4m3fn), *rest)), expected)
+
+
+def test_the_race_detector_sees_a_missing_fence(monkeypatch):
+    """Planted: without the fence, the copy engine may overwrite weights that are still being read."""
+    monkeypatch.setattr(paged_logits_mosaic.plgpu, "commit_smem", lambda: None)
+    arguments, _ = scenario((70, 64, 65), n=1, heads=32, page_size=64, width=2)
+    run(arguments, blocks=1, config=PagedLogitsConfig(query_buffers=1))
+    assert races_found()
+
+
+HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)
+FITTING = dict(heads=64, new_tokens=1, page_size=64)
+
+
+def test_supported_on_hopper():
+    paged_logits_mosaic.supported_on(HOPPER, **FITTING)
+
+
+@pytest.mark.parametrize(
+    ("device", "problem", "reason"),
+    [
+        (Device("gpu", "NVIDIA A100", (8, 0), 108), FITTING, "9.0"),
+        (Device("gpu", "NVIDIA B200", (10, 0), 148), FITTING, "9.0"),
+        (Device("cpu", "cpu"), FITTING, "9.0"),
+        (HOPPER, FITTING | dict(page_size=16), "page_size is 16"),
+        (HOPPER, FITTING | dict(heads=16), "index heads is 16"),
+        (HOPPER, FITTING | dict(new_tokens=9), "new tokens per request is 9"),
+        (HOPPER, FITTING | dict(head_dim=64), "index head dim is 64"),
+    ],
+)
+def test_refusals_give_the_reason(device, problem, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        paged_logits_mosaic.supported_on(device, **problem)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_the_triton_kernel_runs_everywhere(capability):
+    paged_logits_triton.supported_on(Device("gpu", "a card", capability, 100), **FITTING)
+
+
+@pytest.mark.parametrize(
+    ("device", "problem", "reason"),
+    [
+        (Device("gpu", "an old card", (7, 5), 40), FITTING, "8.0"),
+        (Device("cpu", "cpu"), FITTING, "8.0"),
+        (HOPPER, FITTING | dict(page_size=8), "page_size is 8"),
+        (HOPPER, FITTING | dict(heads=48), "index heads is 48"),
+        (HOPPER, FITTING | dict(new_tokens=0), "new tokens per request is 0"),
+        (HOPPER, FITTING | dict(head_dim=64), "index head dim is 64"),
+    ],
+)
+def test_triton_refusals_give_the_reason(device, problem, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        paged_logits_triton.supported_on(device, **problem)
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+@pytest.mark.parametrize(
+    "lengths", [(0,), (1,), (64, 0, 0, 65, 1000), (0, 0, 0), (1000, 1000, 1), tuple(range(0, 1000, 37))]
+)
+def test_the_plan_covers_everything_once_and_evenly(lengths, blocks, page_size):
+    tile, fill, columns = paged_logits_plan.TILE, paged_logits_plan.FILL, 1024
+    pages = columns // page_size
+    limits = jnp.asarray(lengths, jnp.int32)[:, None] - jnp.asarray([[1, 0]], jnp.int32)
+    held = np.arange(pages)[None] * page_size < np.asarray(lengths)[:, None]
+    table = np.where(held, np.arange(held.size).reshape(held.shape), -1)
+    plan = paged_logits_plan.work_plan(limits, jnp.asarray(table), blocks=blocks, page_size=page_size)
+    plan = np.asarray(plan)
+    tiles = [-(-length // tile) for length in lengths]
+    starts = [count * tile // fill for count in tiles]
+    ends = [
+        columns // fill if count * tile < columns else start
+        for count, start in zip(tiles, starts, strict=True)
+    ]
+
+    def walk(first, begin, last, end, begins, limits):
+        for r in range(first, last + 1):
+            for item in range(begin if r == first else begins[r], end if r == last else limits[r]):
+                yield r, item
+
+    scored = [list(walk(*row[[0, 1, 3, 4]], [0] * len(lengths), tiles)) for row in plan]
+    filled = [list(walk(*row[5:9], starts, ends)) for row in plan]
+    everything = [(r, t) for r, count in enumerate(tiles) for t in range(count)]
+    assert list(itertools.chain(*scored)) == everything
+    assert list(itertools.chain(*filled)) == [
+        (r, u) for r in range(len(lengths)) for u in range(starts[r], ends[r])
+    ]
+    for shares in (scored, filled):
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+    for row, share in zip(plan, scored, strict=True):
+        assert row[2] == (row[4] if row[0] == row[3] else tiles[row[0]])
+        wanted = []
+        for r, t in share[: paged_logits_plan.planned_tiles(page_size)]:
+            last = (lengths[r] - 1) // page_size
+            first = t * tile // page_size
+            wanted += [table[r, min(first + i, last)] for i in range(max(1, tile // page_size))]
+        np.testing.assert_array_equal(row[9 : 9 + len(wanted)], wanted)
+
+
+def test_the_plan_of_many_requests_uses_the_scan():
+    limits = jnp.asarray(np.random.default_rng(0).integers(0, 500, (1500, 1)), jnp.int32)
+    table = jnp.zeros((1500, 8), jnp.int32)
+    plan = np.asarray(paged_logits_plan.work_plan(limits, table, blocks=5, page_size=64))
+    tiles = -(-np.asarray(limits)[:, 0] // 64)
+    ends = np.cumsum(tiles)
+    cuts = [(ends[r] - tiles[r] + t) for r, t in plan[:, 3:5]]
+    np.testing.assert_array_equal(
+        cuts, np.arange(1, 6) * (ends[-1] // 5) + np.minimum(np.arange(1, 6), ends[-1] % 5)
+    )

@@ -1,0 +1,311 @@
+"""The sparse MLA kernels, interpreted on the CPU, against attention in NumPy float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from compile_without_gpu import compile_case
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dsa_jax import compat
+from dsa_jax.compat import Device
+from dsa_jax.pallas import sparse_mla_mosaic, sparse_mla_triton
+
+SCALE, LAYER_OFFSET, SOFTMAX_SCALE = 3, 2, 0.135
+INTERPRETED = plgpu.InterpretGPUParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
+H200, A100 = Device("gpu", "NVIDIA H200", (9, 0), 132), Device("gpu", "NVIDIA A100", (8, 0), 108)
+B200, CPU = Device("gpu", "NVIDIA B200", (10, 0), 148), Device("cpu", "cpu")
+
+
+@dataclasses.dataclass
+class Problem:
+    """Arguments of a kernel and the attention they should give."""
+
+    q: jax.Array
+    pages: jax.Array
+    rows: jax.Array
+    out: np.ndarray
+    lse: np.ndarray
+
+
+def problem(
+    tokens: int, heads: int, keys: int, *, page_size: int = 16, latent: int = 64, rope: int = 16, seed: int = 0
+) -> Problem:
+    """Random selections with rows of -1 anywhere, one empty query, and NaN in every row that nobody selected.
+
+    Inputs follow FlashMLA's tests: queries clipped to 1, keys a tenth of a normal distribution.
+    """
+    rng = np.random.default_rng(seed)
+    slots = -(-2 * keys // page_size) + 1
+    rows = np.stack([rng.permutation(slots * page_size)[:keys] for _ in range(tokens)]).astype(np.int32)
+    rows[rng.random(rows.shape) < 0.2] = -1
+    rows[0, :: max(keys - 1, 1)] = -1  # the first and the last
+    rows[-1] = -1
+    if tokens > 2:
+        rows[1, keys // 3 :] = -1
+        rows[1, 0] = slots * page_size - 1  # the last row of the last page
+    selected = rows[rows >= 0]
+    where = (selected // page_size * SCALE + LAYER_OFFSET, selected % page_size)
+    pages = np.full((slots * SCALE, page_size, latent + rope), np.nan, ml_dtypes.bfloat16)
+    pages[where] = (rng.standard_normal((selected.size, latent + rope)) / 10).astype(ml_dtypes.bfloat16)
+    q = np.clip(rng.standard_normal((tokens, heads, latent + rope)), -1, 1).astype(ml_dtypes.bfloat16)
+    out, lse = np.zeros((tokens, heads, latent)), np.full((tokens, heads), -np.inf)
+    for t in range(tokens):
+        row = rows[t][rows[t] >= 0]
+        if row.size:
+            key = pages[row // page_size * SCALE + LAYER_OFFSET, row % page_size].astype(np.float64)
+            score = q[t].astype(np.float64) @ key.T * SOFTMAX_SCALE
+            top = score.max(axis=1, keepdims=True)
+            weight = np.exp(score - top)
+            out[t] = weight @ key[:, :latent] / weight.sum(axis=1, keepdims=True)
+            lse[t] = np.log(weight.sum(axis=1)) + top[:, 0]
+    return Problem(jnp.asarray(q), jnp.asarray(pages), jnp.asarray(rows), out, lse)
+
+
+def run_triton(p: Problem, *, layer_offset=LAYER_OFFSET, rows=None, **config):
+    latent = p.out.shape[-1]
+    return sparse_mla_triton.sparse_mla(
+        p.q, p.pages, p.rows if rows is None else rows, page_scale=SCALE, layer_offset=layer_offset,
+        softmax_scale=SOFTMAX_SCALE, latent_dim=latent, config=sparse_mla_triton.Config(**config), interpret=True,
+    )  # fmt: skip
+
+
+def run_mosaic(p: Problem, **config):
+    return sparse_mla_mosaic.sparse_mla(
+        p.q, p.pages, p.rows, page_scale=SCALE, layer_offset=jnp.int32(LAYER_OFFSET),
+        softmax_scale=SOFTMAX_SCALE, config=sparse_mla_mosaic.Config(**config), interpret=INTERPRETED,
+    )  # fmt: skip
+
+
+def races_found() -> bool:
+    callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    return callbacks.get_races().races_found
+
+
+def close(got: np.ndarray, want: np.ndarray, absolute: float, relative: float) -> None:
+    """Every element within the absolute or the relative bound; infinities at the same places."""
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(got[~finite], want[~finite])
+    gap = np.abs(got[finite] - want[finite])
+    wrong = (gap > absolute) & (gap > relative * (np.abs(want[finite]) + 1e-6))
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size} elements differ, the worst by {gap[wrong].max()}"
+
+
+def check(p: Problem, result) -> None:
+    """FlashMLA's tolerances for a decode step."""
+    out, lse = (np.asarray(x, np.float64) for x in result)
+    assert result[0].dtype == p.q.dtype
+    close(out, p.out, 1e-3, 2.01 / 128)
+    close(lse, p.lse, 1e-6, 8.01 / 65536)
+    difference = 1 - 2 * (out * p.out).sum() / ((out**2).sum() + (p.out**2).sum())
+    assert difference < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "page_size", "splits", "block_keys", "prefetch"),
+    [
+        (8, 1, 1, 1, 64, False),
+        (8, 70, 16, 1, 16, True),
+        (16, 64, 64, 2, 32, False),
+        (24, 33, 4, 3, 16, True),
+        (64, 128, 128, 1, 64, False),
+        (64, 96, 32, 3, 32, True),
+        (128, 50, 16, 2, 16, False),
+    ],
+)
+def test_triton_agrees_with_numpy(heads, keys, page_size, splits, block_keys, prefetch):
+    p = problem(3, heads, keys, page_size=page_size, seed=heads + keys)
+    check(p, run_triton(p, splits=splits, block_keys=block_keys, prefetch=prefetch))
+
+
+def test_triton_takes_the_widths_of_the_models():
+    p = problem(2, 16, 80, latent=512, rope=64, page_size=64)
+    check(p, run_triton(p, splits=2, block_keys=32))
+
+
+def test_triton_takes_a_traced_layer():
+    p = problem(3, 8, 40)
+    traced = jax.jit(lambda offset: run_triton(p, layer_offset=offset))
+    check(p, traced(jnp.int32(LAYER_OFFSET)))
+    assert np.isnan(np.asarray(traced(jnp.int32(0))[0], np.float32)).any()  # the other layers hold NaN
+    out, lse = traced(jnp.int32(-1))  # no such layer
+    assert not np.asarray(out, np.float32).any()
+    assert np.isneginf(lse).all()
+
+
+def test_triton_skips_rows_past_the_pool():
+    """They may not be read, and count as little as -1 does."""
+    p = problem(3, 8, 40)
+    past = p.pages.shape[0] // SCALE * p.pages.shape[1]
+    rows = jnp.where(p.rows < 0, jnp.int32(past), p.rows)
+    check(p, run_triton(p, rows=rows))
+
+
+def test_triton_merges_shares_without_a_valid_row():
+    p = problem(3, 8, 64)
+    rows = np.asarray(p.rows)
+    apart = np.full((3, 192), -1, np.int32)  # shares of 48 rows, of which the third has none
+    apart[:, :64], apart[:, 160:] = rows, -1
+    check(p, run_triton(p, rows=jnp.asarray(apart), splits=4, block_keys=16))
+
+
+def test_merge_is_a_softmax_over_shares():
+    """Two shares with sums 1 and 3, by hand: weights of a quarter and three quarters."""
+    partials = jnp.stack([jnp.full((1, 2, 16), 4.0), jnp.full((1, 2, 16), 8.0)], axis=1)
+    lses = jnp.log(jnp.asarray([[[1.0, 0.0], [3.0, 0.0]]]))
+    out, lse = sparse_mla_triton.merge(partials, lses, jnp.float32, interpret=True)
+    np.testing.assert_allclose(out[0, 0], 7.0, rtol=1e-6)
+    np.testing.assert_allclose(lse[0, 0], np.log(4.0), rtol=1e-6)
+    assert not np.asarray(out[0, 1]).any()
+    assert np.isneginf(lse[0, 1])
+
+
+@pytest.mark.parametrize("kernel", [sparse_mla_triton, sparse_mla_mosaic])
+def test_no_queries(kernel):
+    q, pages = jnp.zeros((0, 64, 576), jnp.bfloat16), jnp.zeros((2, 64, 576), jnp.bfloat16)
+    rows = jnp.zeros((0, 128), jnp.int32)
+    out, lse = kernel.sparse_mla(q, pages, rows, page_scale=1, layer_offset=0, softmax_scale=1.0)
+    assert out.shape == (0, 64, 512)
+    assert lse.shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "splits", "early"), [(64, 200, 1, False), (64, 129, 1, True), (8, 140, 2, False)]
+)
+def test_mosaic_agrees_with_numpy_without_races(heads, keys, splits, early):
+    p = problem(2, heads, keys, latent=512, rope=64, page_size=64, seed=keys)
+    result = run_mosaic(p, splits=splits, early_scores=early)
+    check(p, result)
+    assert not races_found()
+
+
+def test_a_planted_race_is_seen(monkeypatch):
+    """Keys that are announced before they are written."""
+    honest = sparse_mla_mosaic.INTERPRETER
+
+    def announce_too_early(*refs, barriers, buffer, **options):
+        parts = range(len(sparse_mla_mosaic.PARTS))
+        for part in parts:
+            plgpu.barrier_arrive(barriers.at[buffer * len(parts) + part])
+        honest.copy_rows(*refs, barriers=_NoBarriers(barriers), buffer=buffer, **options)
+
+    monkeypatch.setattr(plgpu, "barrier_arrive", _skip_marked(plgpu.barrier_arrive))
+    dishonest = dataclasses.replace(honest, copy_rows=announce_too_early)
+    monkeypatch.setattr(sparse_mla_mosaic, "INTERPRETER", dishonest)
+    jax.block_until_ready(run_mosaic(problem(1, 64, 128, latent=512, rope=64, page_size=64)))
+    assert races_found()
+
+
+@dataclasses.dataclass
+class _NoBarriers:
+    """Stands for barriers on which nothing is to arrive."""
+
+    barriers: object
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, _):
+        return self
+
+
+def _skip_marked(arrive):
+    return lambda barrier, **options: None if isinstance(barrier, _NoBarriers) else arrive(barrier, **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "options", "reason"),
+    [
+        (sparse_mla_triton, CPU, {}, "NVIDIA GPU"),
+        (sparse_mla_triton, Device("gpu", "NVIDIA V100", (7, 0), 80), {}, "8.0"),
+        (sparse_mla_triton, H200, dict(form="f32"), "bf16"),
+        (sparse_mla_triton, H200, dict(latent_dim=48), "powers of two"),
+        (sparse_mla_triton, H200, dict(page_size=48), "power of two"),
+        (sparse_mla_mosaic, CPU, {}, "9.0"),
+        (sparse_mla_mosaic, A100, {}, "9.0"),
+        (sparse_mla_mosaic, B200, {}, "9.0"),
+        (sparse_mla_mosaic, H200, dict(form="f32"), "bf16"),
+        (sparse_mla_mosaic, H200, dict(latent_dim=256), r"512 \+ 64"),
+    ],
+)
+def test_refusals_name_their_reason(kernel, device, options, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        kernel.supported_on(device, **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "devices"), [(sparse_mla_triton, (A100, H200, B200)), (sparse_mla_mosaic, (H200,))]
+)
+def test_claimed_devices(kernel, devices):
+    for device in devices:
+        kernel.supported_on(device, form="bf16", latent_dim=512, rope_dim=64, page_size=64)
+
+
+def test_splits_fill_the_cores_and_no_more():
+    """128 programs are one wave of 132 cores; one query of two blocks of heads is spread out."""
+    fit, config = sparse_mla_triton.fit, sparse_mla_triton.Config()
+    assert fit(config, 64, 128, 2048, 132).splits == 1
+    assert fit(config, 4096, 128, 2048, 132).splits == 1
+    assert fit(config, 64, 64, 2048, 132).splits == 2
+    assert fit(config, 1, 128, 2048, 132).splits >= 8
+    assert fit(config, 1, 128, 64, 132).splits == 1  # there is one step only
+    assert sparse_mla_mosaic.choose_splits(128, 16, 132) == 1
+    assert sparse_mla_mosaic.choose_splits(64, 16, 132) == 2
+
+
+def compiled_case(*, kernel, tokens=64, heads=128, keys=2048, pages=4096):
+    """For `compile_without_gpu`: a kernel with its shapes, refused where its `supported_on` says so."""
+    module = importlib.import_module(f"dsa_jax.pallas.sparse_mla_{kernel}")
+
+    def run(q, pages, rows, offset):
+        module.supported_on(compat.target_device())
+        return module.sparse_mla(
+            q, pages, rows, page_scale=SCALE, layer_offset=offset, softmax_scale=SOFTMAX_SCALE
+        )
+
+    return run, [
+        jax.ShapeDtypeStruct((tokens, heads, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((pages, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, keys), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    ]
+
+
+CASE = "contracts.test_sparse_mla_kernels:compiled_case"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("card", "kernel", "options"),
+    [
+        ("sm80", "triton", dict(heads=128)),
+        ("sm80", "triton", dict(heads=16, keys=1000)),
+        ("sm90", "triton", dict(heads=128)),
+        ("sm90", "triton", dict(heads=8, tokens=1)),
+        ("sm90", "triton", dict(heads=64, pages=131072)),  # more than 4 GiB: 64-bit addresses
+        ("sm100", "triton", dict(heads=128)),
+        ("sm100", "triton", dict(heads=16)),
+        ("sm90", "mosaic", dict(heads=128)),
+        ("sm90", "mosaic", dict(heads=16, tokens=1, keys=1000)),
+    ],
+)
+def test_claimed_cards_compile(compile_environment, card, kernel, options):
+    result = compile_case(compile_environment, card, CASE, kernel=kernel, **options)
+    assert any(kernel in call for call in result.get("calls", [])), result
+    assert kernel == "triton" or not result["spilled"], result
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", ["sm80", "sm100"])
+def test_other_cards_are_refused(compile_environment, card):
+    result = compile_case(compile_environment, card, CASE, kernel="mosaic")
+    assert result["refused"].startswith("NotImplementedError"), result

@@ -1,0 +1,220 @@
+"""The Triton top-k kernel, interpreted, against a NumPy model: tiles, candidate lists, spans, and every corner of a row."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsa_jax.compat import Device
+from dsa_jax.pallas import topk_triton
+from dsa_jax.pallas.topk_triton import Config
+
+NAN, INF, K, COLUMNS = np.nan, np.inf, 8, 500
+NEGATIVE_NAN = np.array([0xFFC00000], np.uint32).view(np.float32)[0]
+TINY = np.float32(1e-45)
+
+CONFIGS = {
+    "one tile": Config((512,), 1, 512),
+    "two tile sizes, two warps": Config((256, 512), 2, 512),
+    "candidate list": Config((128,), 1, 512),
+    "spans": Config((128,), 1, 128),
+    "floats": Config((512,), 1, 512, exact=False),
+}
+
+
+def model(row: np.ndarray, limit: int, k: int) -> np.ndarray:
+    """Selection by a stable sort in float64: NaN last, then the greatest, then the lowest position."""
+    row = row[: min(max(limit, 0), len(row))].astype(np.float64)
+    order = sorted(
+        range(len(row)), key=lambda i: (np.isnan(row[i]), -row[i] if not np.isnan(row[i]) else 0.0, i)
+    )
+    chosen = sorted(order[:k])
+    return np.array(chosen + [-1] * (k - len(chosen)), np.int32)
+
+
+def rows(rng: np.random.Generator) -> dict[str, tuple[np.ndarray, int]]:
+    """Named rows of COLUMNS scores with their limits."""
+    normal = lambda: rng.normal(size=COLUMNS).astype(np.float32)
+    spread = lambda values, filler: (
+        np.resize(np.array(values, np.float32), COLUMNS) if filler is None else filler
+    )
+    found: dict[str, tuple[np.ndarray, int]] = {}
+    for limit in (
+        -3,
+        0,
+        1,
+        K - 1,
+        K,
+        K + 1,
+        127,
+        128,
+        129,
+        136,
+        137,
+        255,
+        256,
+        257,
+        384,
+        COLUMNS,
+        COLUMNS + 50,
+    ):
+        found[f"normal, limit {limit}"] = (normal(), limit)
+    found["all zeros"] = (np.zeros(COLUMNS, np.float32), COLUMNS)
+    found["signed zeros"] = (spread([0.0, -0.0, -0.0], None), COLUMNS)
+    found["signed zeros among negative"] = (
+        np.where(rng.random(COLUMNS) < 0.1, spread([-0.0, 0.0], None), -1),
+        COLUMNS,
+    )
+    found["ties across tiles"] = (
+        np.where(np.isin(np.arange(COLUMNS), range(124, 134)), 5, normal() / 9),
+        COLUMNS,
+    )
+    few = normal()
+    few[rng.permutation(COLUMNS)[:5]] += 100
+    found["large ones and ties"] = (np.where(few > 50, few, 1.0), COLUMNS)
+    found["ties and small ones"] = (np.where(few > 50, -few, 1.0), COLUMNS)
+    found["rounded"] = (np.round(normal() * 2) / 2, COLUMNS)
+    found["constant"] = (np.full(COLUMNS, -3.25, np.float32), 150)
+    found["neighbouring floats"] = (
+        1 + np.arange(COLUMNS)[::-1].astype(np.float32) % 16 * np.float32(2**-23),
+        COLUMNS,
+    )
+    found["heavy tails"] = (normal() / normal() ** 3 * 1e20, COLUMNS)
+    found["far from zero"] = (normal() * np.float32(1e-3) + 1000, COLUMNS)
+    found["two lumps"] = (np.where(rng.random(COLUMNS) < 0.03, normal(), normal() - 1e6), COLUMNS)
+    found["infinities"] = (np.where(rng.random(COLUMNS) < 0.3, INF, -INF), COLUMNS)
+    found["all -inf"] = (np.full(COLUMNS, -INF, np.float32), 100)
+    found["-inf within, larger beyond"] = (np.where(np.arange(COLUMNS) < 90, -INF, 7), 90)
+    found["NaN beyond the limit"] = (np.where(np.arange(COLUMNS) < 90, normal(), NEGATIVE_NAN), 90)
+    found["some NaN"] = (
+        np.where(rng.random(COLUMNS) < 0.5, spread([NAN, NEGATIVE_NAN], None), normal()),
+        COLUMNS,
+    )
+    found["four numbers, else NaN"] = (np.where(np.arange(COLUMNS) % 120 == 119, normal(), NAN), COLUMNS)
+    found["-inf and NaN"] = (
+        np.where(np.arange(COLUMNS) % 80 == 79, -INF, spread([NAN, NEGATIVE_NAN], None)),
+        COLUMNS,
+    )
+    found["all NaN"] = (np.full(COLUMNS, NEGATIVE_NAN, np.float32), COLUMNS)
+    found["NaN first, numbers later"] = (np.where(np.arange(COLUMNS) < 300, NAN, normal()), COLUMNS)
+    return {name: (row.astype(np.float32), limit) for name, (row, limit) in found.items()}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_corners(config):
+    named = rows(np.random.default_rng(5))
+    if CONFIGS[config].exact is None:
+        named["subnormals"] = (
+            np.resize(np.array([TINY, 3 * TINY, 0, -TINY, 2 * TINY], np.float32), COLUMNS),
+            30,
+        )
+    logits = np.stack([row for row, _ in named.values()])
+    limits = np.array([limit for _, limit in named.values()], np.int32)
+    got = topk_triton.topk(jnp.asarray(logits), jnp.asarray(limits), K, config=CONFIGS[config])
+    assert got.shape == (len(named), K)
+    assert got.dtype == jnp.int32
+    for name, row in zip(named, np.asarray(got), strict=True):
+        np.testing.assert_array_equal(row, model(*named[name], K), err_msg=name)
+
+
+@pytest.mark.parametrize(("columns", "k", "dtype"), [(5, 7, jnp.float32), (131, 3, jnp.bfloat16)])
+def test_odd_widths(columns, k, dtype):
+    """Rows that end inside a group of four, k beyond the width, scores of 16 bits."""
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(rng.normal(size=(4, columns)), dtype)
+    limits = np.array([columns, columns - 1, k, 1], np.int32)
+    got = topk_triton.topk(logits, jnp.asarray(limits), k)
+    wanted = [
+        model(row, limit, k)
+        for row, limit in zip(np.asarray(logits.astype(jnp.float32)), limits, strict=True)
+    ]
+    np.testing.assert_array_equal(got, np.stack(wanted))
+
+
+def test_large_tied_group():
+    """A tied group far larger than k around the threshold: every distinct large one, no small one, the first of the ties."""
+    scores = np.ones(10_000, np.float32)
+    large, small = [9_999, 17, 5_000, 5_001, 2_500], [3, 4_000, 4_001, 8_191, 8_192]
+    scores[large] = [5, 6, 7, 8, 9]
+    scores[small] = 0
+    logits = np.stack([scores, np.zeros_like(scores)])
+    got = np.asarray(topk_triton.topk(jnp.asarray(logits), jnp.array([10_000, 10_000], jnp.int32), 2_048))
+    ties = [i for i in range(10_000) if i not in large + small][: 2_048 - 5]
+    np.testing.assert_array_equal(got[0], sorted(large + ties))
+    np.testing.assert_array_equal(got[1], np.arange(2_048))
+
+
+@pytest.mark.parametrize("config", ["one tile", "spans"])
+def test_cache_rows(config):
+    """Positions translated through the page table of each row's request; a page that is not there leaves -1."""
+    rng, page_size = np.random.default_rng(3), 16
+    logits = rng.normal(size=(5, COLUMNS)).astype(np.float32)
+    limits, requests = np.array([COLUMNS, 5, 170, 0, 500], np.int32), np.array([1, 0, 0, -1, 2], np.int32)
+    table = rng.permutation(120)[: 3 * 32].reshape(3, 32).astype(np.int32)
+    table[2, 4] = -1
+    logits[4, 64:67] = 50  # three of the best lie on the missing page
+    got = topk_triton.topk(
+        jnp.asarray(logits),
+        jnp.asarray(limits),
+        K,
+        page_table=jnp.asarray(table),
+        requests=jnp.asarray(requests),
+        page_size=page_size,
+        config=CONFIGS[config],
+    )
+    for row in range(5):
+        positions = model(logits[row], int(limits[row]), K)
+        slots = np.where(positions >= 0, table[requests[row], positions // page_size], -1)
+        np.testing.assert_array_equal(
+            got[row], np.where(slots >= 0, slots * page_size + positions % page_size, -1)
+        )
+    with pytest.raises(ValueError, match="Pass all three or none"):
+        topk_triton.topk(jnp.asarray(logits), jnp.asarray(limits), K, page_size=page_size)
+
+
+def test_no_rows():
+    assert topk_triton.topk(jnp.zeros((0, 64)), jnp.zeros(0, jnp.int32), 4).shape == (0, 4)
+
+
+def test_candidates_that_fit_no_tile_are_refused():
+    with pytest.raises(NotImplementedError, match="use longer spans"):
+        topk_triton.topk(
+            jnp.zeros((1, 40_000)), jnp.zeros(1, jnp.int32), 2_048, config=Config((1024,), 4, 2048)
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, 32_768), (64, 8_192), (64, 32_768), (4, 131_072), (64, 131_072), (1, 1 << 20), (9, 2_049)],
+)
+@pytest.mark.parametrize("k", [8, 2_048])
+def test_default_config_fits(rows, columns, k):
+    """What the kernel requires of a configuration holds for the defaults, up to a million columns."""
+    config = topk_triton.default_config(rows, columns, k)
+    largest = config.tiles[-1]
+    assert list(config.tiles) == sorted(config.tiles)
+    assert config.span % largest == 0
+    spans = -(-columns // config.span)
+    assert spans * k <= topk_triton.MAX_TILE
+    chunks = -(-min(columns, config.span) // largest)
+    assert chunks == 1 or chunks * k <= largest
+
+
+@pytest.mark.parametrize(
+    ("device", "k", "reason"),
+    [
+        (Device("cpu", "cpu"), 8, "needs an NVIDIA GPU"),
+        (Device("gpu", "unknown card"), 8, "needs an NVIDIA GPU"),
+        (Device("gpu", "T4", (7, 5)), 8, "8.0 or more"),
+        (Device("gpu", "NVIDIA H200", (9, 0)), 4_096, "at most 2048"),
+    ],
+)
+def test_unsupported(device, k, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        topk_triton.supported_on(device, k=k)
+
+
+def test_supported():
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        topk_triton.supported_on(Device("gpu", "card", capability), k=2_048)

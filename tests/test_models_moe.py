@@ -1,0 +1,90 @@
+"""Router against a NumPy model, and the two ways to evaluate experts against each other and against a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpy_decoder
+from dsa_jax.models import moe
+from dsa_jax.models.presets import preset
+from random_models import random_model
+
+
+def config_of(**changes):
+    return dataclasses.replace(preset("tiny"), **changes)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("groups", "kept"), [(4, 2), (1, 1), (8, 3)])
+def test_route_agrees_with_numpy(groups, kept, norm):
+    config = config_of(n_group=groups, topk_group=kept, norm_topk_prob=norm)
+    draw = np.random.default_rng(groups)
+    logits, bias = draw.standard_normal((50, 8)), 0.3 * draw.standard_normal(8)
+    weights, experts = moe.route(jnp.asarray(logits, jnp.float32), jnp.asarray(bias, jnp.float32), config)
+    for row in range(50):
+        chosen, wanted = numpy_decoder.choose_experts(numpy_decoder.sigmoid(logits[row]), bias, config)
+        assert experts[row].tolist() == list(chosen)
+        np.testing.assert_allclose(weights[row], wanted, rtol=1e-5)
+
+
+def test_bias_steers_the_choice_and_not_the_weights():
+    config = config_of(n_group=1, topk_group=1)
+    logits = jnp.array([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0]])
+    weights, experts = moe.route(logits, jnp.zeros(8).at[7].set(2.0), config)
+    assert experts.tolist() == [[7, 0]]
+    scores = numpy_decoder.sigmoid(np.array([-4.0, 3.0]))
+    np.testing.assert_allclose(weights[0], 2.5 * scores / scores.sum(), rtol=1e-6)
+
+
+def test_a_dropped_group_is_not_chosen_for_its_zeros():
+    """With all biased scores negative, a mask of zeros instead of minus infinity would choose a dropped expert."""
+    logits = jnp.array([[0.0, 0.0, -9.0, -9.0, 1.0, 1.0, -9.0, -9.0]])
+    _, experts = moe.route(logits, jnp.full(8, -5.0), config_of(topk_group=1))
+    assert experts.tolist() == [[4, 5]]
+
+
+def test_a_group_is_ranked_by_its_two_best():
+    """Group 0 holds the best single expert, group 1 the best pair."""
+    logits = jnp.array([[4.0, -9.0, 1.5, 1.5, -9.0, -9.0, -9.0, -9.0]])
+    assert moe.route(logits, jnp.zeros(8), config_of(topk_group=1))[1].tolist() == [[2, 3]]
+
+
+def test_the_lower_expert_wins_ties():
+    assert moe.route(jnp.zeros((1, 8)), jnp.zeros(8), config_of())[1].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_both_ways_to_evaluate_experts(tokens, monkeypatch):
+    layer = random_model("tiny").model.layers[1].mlp
+    assert isinstance(layer, moe.MoE)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((tokens, 48)), jnp.float32)
+    weights, experts = layer.gate(x)
+    dense = layer.experts(x, weights, experts)
+    monkeypatch.setattr(moe, "DENSE_EXPERTS", 0)
+    np.testing.assert_allclose(layer.experts(x, weights, experts), dense, atol=1e-5)
+    assert float(jnp.abs(dense).max()) > 0.5
+
+
+def test_layer_agrees_with_numpy():
+    model = random_model("tiny", seed=4)
+    x = np.random.default_rng(0).standard_normal((7, 48))
+    layer = model.model.layers[1].mlp
+    assert isinstance(layer, moe.MoE)
+    got, load = layer.with_load(jnp.asarray(x, jnp.float32))
+    weights = numpy_decoder.weights_of(model)
+    wanted = [numpy_decoder.feed_forward(weights, "model.layers.1.mlp.", model.config, row) for row in x]
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    assert float(load.sum()) == pytest.approx(1.0)
+
+
+def test_dense_layer_agrees_with_numpy():
+    model = random_model("tiny", seed=4)
+    x = np.random.default_rng(0).standard_normal((3, 48))
+    got = model.model.layers[0].mlp(jnp.asarray(x, jnp.float32))
+    weights = numpy_decoder.weights_of(model)
+    wanted = [numpy_decoder.feed_forward(weights, "model.layers.0.mlp.", model.config, row) for row in x]
+    np.testing.assert_allclose(got, wanted, atol=2e-5)

@@ -342,7 +342,7 @@ def _check_shapes(meta: StepMetadata) -> None:
 
 def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) -> None:
     problems = []
-    contexts = bucket.context_requests
+    contexts, writers = bucket.context_requests, {}
     for r, (kv, new) in enumerate(zip(kv_lens.tolist(), new_lens.tolist(), strict=True)):
         if kv < 0 or new < 0 or new > kv:
             problems.append(f"request {r} has kv_len {kv} and new_len {new}; wanted 0 <= new_len <= kv_len")
@@ -354,6 +354,12 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
             )
         elif (table[r, :pages] < 0).any():
             problems.append(f"request {r} of {kv} tokens needs {pages} pages, its table has a gap")
+        elif new:
+            # Pages may be shared, but a page that receives a token belongs to one request alone.
+            for slot in table[r, (kv - new) // layout.page_size : pages].tolist():
+                other = writers.setdefault(slot, r)
+                if other != r:
+                    problems.append(f"requests {other} and {r} both add tokens to the page in slot {slot}")
         if r >= contexts and new > bucket.next_n:
             problems.append(f"decode request {r} adds {new} tokens, next_n is {bucket.next_n}")
     added = int(new_lens[:contexts].sum())

@@ -7,29 +7,38 @@ from jax import Array
 
 from dsa_jax import xla
 from dsa_jax.cache import Cache
+from dsa_jax.forms import INDEX_FORMS
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
+from dsa_jax.ops import gpu
 from dsa_jax.ops.checks import Problems
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
-from dsa_jax.quant import ScaleRule
+from dsa_jax.quant import ScaleRule, TieRule
 
 
 def quantize_index_k(
-    k: Array, form: str, *, scale_rule: ScaleRule = "ue8m0", implementation: Choice = None
+    k: Array,
+    form: str,
+    *,
+    scale_rule: ScaleRule = "ue8m0",
+    tie_rule: TieRule = "deepgemm",
+    implementation: Choice = None,
 ) -> tuple[Array, Array | None]:
-    """Quantise indexer keys as the cache stores them.
+    """Quantise indexer keys, or queries, as the cache stores them.
 
     Args:
-        k: floats ``[N, D]``: after LayerNorm, rotary and, where the layout says so, Hadamard.
-        form: ``"fp8"`` or ``"f32"``.
-        scale_rule: ``"ue8m0"`` (power-of-two scales, DeepSeek's default) or ``"fp32"``.
+        k: floats ``[N, D]``: after LayerNorm (keys), rotary and, where the layout says so, Hadamard.
+        form: ``"fp8"``, ``"fp4"`` (D = 128) or ``"f32"``.
+        scale_rule: of FP8: ``"ue8m0"`` (power-of-two scales, DeepSeek's default) or ``"fp32"``.
+        tie_rule: of FP4: ``"deepgemm"`` (half-way values towards zero) or ``"even"``.
         implementation: see ``dsa_jax.ops``.
 
     Returns:
-        ``(uint8[N, D], float32[N])`` for ``"fp8"``; ``(float32[N, D], None)`` for ``"f32"``.
+        ``(uint8[N, D], float32[N])`` for ``"fp8"``; ``(uint8[N, D/2], int32[N])`` for ``"fp4"``: two codes a byte, the even
+        element in the low nibble, and four UE8M0 scale bytes a vector; ``(float32[N, D], None)`` for ``"f32"``.
 
     Raises:
-        ValueError: for a wrong shape or dtype, or an unknown form.
+        ValueError: for a wrong shape or dtype, or an unknown form or rule.
 
     >>> import jax.numpy as jnp
     >>> data, scale = quantize_index_k(jnp.full((1, 128), 448.0, jnp.float32), "fp8")
@@ -39,11 +48,11 @@ def quantize_index_k(
     problems = Problems("quantize_index_k")
     problems.shape("k", k, (None, None), "N, D")
     problems.dtype("k", k, ("float",))
-    if form not in ("fp8", "f32"):
-        problems.note(f"form is {form!r}, wanted 'fp8' or 'f32'")
+    if form not in INDEX_FORMS:
+        problems.note(f"form is {form!r}, wanted {' or '.join(map(repr, INDEX_FORMS))}")
     problems.raise_if_any("Pass float keys [N, D] and one of the index forms.")
     candidates = (Candidate("xla", xla.quantize_index_k),)
-    return dispatch("quantize_index_k", implementation, candidates, k, form, scale_rule)
+    return dispatch("quantize_index_k", implementation, candidates, k, form, scale_rule, tie_rule)
 
 
 def append_index_k(
@@ -73,7 +82,7 @@ def append_index_k(
     problems.same_layout(cache, step)
     problems.raise_if_any("Pass one float key per token place of the step's bucket.")
     check_layer(cache, layer, Role.INDEX_KEY)
-    candidates = (Candidate("xla", xla.append_index_k),)
+    candidates = (*gpu.append_index_k(cache), Candidate("xla", xla.append_index_k))
     return dispatch("append_index_k", implementation, candidates, cache, layer, k, step.rows)
 
 
@@ -95,7 +104,9 @@ def append_latent(
         latent: floats ``[N, latent_dim]``, after the latent's RMSNorm.
         k_rope: floats ``[N, rope_dim]``, after rotary.
         step: ``StepMetadata.derive()`` for this cache's layout.
-        key_scale: per-tensor scale of FP8 and NVFP4 latents; the float forms have none.
+        key_scale: positive per-tensor scale of the ``fp8`` form and global scale of ``nvfp4``, a number or a ``float32``
+            scalar, 1 by default; what is stored are codes of ``x / key_scale``, so readers need the same scale. The other
+            forms take none.
         implementation: see ``dsa_jax.ops``.
 
     Returns:
@@ -115,19 +126,34 @@ def append_latent(
     check_key_scale(problems, cache, key_scale)
     problems.raise_if_any("Pass one float row per token place of the step's bucket.")
     check_layer(cache, layer, Role.KEY)
-    candidates = (Candidate("xla", xla.append_latent),)
-    return dispatch("append_latent", implementation, candidates, cache, layer, latent, k_rope, step.rows)
+    candidates = (*gpu.append_latent(cache), Candidate("xla", xla.append_latent))
+    return dispatch(
+        "append_latent", implementation, candidates, cache, layer, latent, k_rope, step.rows, key_scale
+    )
 
 
 def check_layer(cache: Cache, layer: int | Array, role: Role) -> None:
-    """Raise ValueError for a Python layer number that has no pages of ``role``, before anything is computed."""
+    """Raise ValueError for a layer that has no pages of ``role``, before anything is computed.
+
+    A Python number is checked itself; a traced one cannot be, but where no layer has such pages it cannot be right either.
+    """
     if isinstance(layer, (int, np.integer)):
         cache.layout.page_index(int(layer), role)
+    elif not cache.layout.scale(role):
+        cache.layout.page_index(0, role)
 
 
 def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array | None) -> None:
-    """Note a ``key_scale`` given to a form that keeps its values as they are."""
-    if key_scale is not None and cache.layout.key_form in ("bf16", "f32", "fp8_ds_mla"):
+    """Note a ``key_scale`` that is no positive scalar, or is given to a form that has none."""
+    if key_scale is None:
+        return
+    if cache.layout.key_form not in ("fp8", "nvfp4"):
         problems.note(
             f"key_scale is given, but key_form {cache.layout.key_form!r} has no per-tensor scale: leave it out"
         )
+    if isinstance(key_scale, (int, float)):
+        if not 0 < key_scale < float("inf"):
+            problems.note(f"key_scale is {key_scale!r}, wanted a positive finite number")
+    else:
+        problems.shape("key_scale", key_scale, (), "")
+        problems.dtype("key_scale", key_scale, ("float",))

@@ -8,6 +8,7 @@ from dsa_jax import xla
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
+from dsa_jax.ops import gpu
 from dsa_jax.ops.append import check_layer
 from dsa_jax.ops.checks import Problems
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
@@ -27,7 +28,8 @@ def gather_index_k(
         implementation: see ``dsa_jax.ops``.
 
     Returns:
-        Codes ``uint8[gathered_keys, D]`` and scales ``float32[gathered_keys]`` (FP8), or ``float32`` values and None.
+        Codes ``uint8[gathered_keys, D]`` and scales ``float32[gathered_keys]`` (FP8), codes ``uint8[gathered_keys, D/2]``
+        and scales ``int32[gathered_keys]`` (FP4), or ``float32`` values and None.
         Rows beyond the contexts' keys are zeros.
 
     Raises:
@@ -41,5 +43,5 @@ def gather_index_k(
         "Derive the step from metadata of this cache, with gathered_keys set in its bucket."
     )
     check_layer(cache, layer, Role.INDEX_KEY)
-    candidates = (Candidate("xla", xla.gather_index_k),)
+    candidates = (*gpu.gather_index_k(cache), Candidate("xla", xla.gather_index_k))
     return dispatch("gather_index_k", implementation, candidates, cache, layer, step.gather_rows)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax import xla
 from dsa_jax.cache import Cache
+from dsa_jax.forms import QUANT_BLOCK_SIZE
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
+from dsa_jax.ops import gpu
 from dsa_jax.ops.append import check_layer
 from dsa_jax.ops.checks import Problems
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+from dsa_jax.quant import Query
 
 
 def paged_mqa_logits(
-    q: Array,
+    q: Query,
     weights: Array,
     cache: Cache,
     layer: int | Array,
@@ -26,8 +30,9 @@ def paged_mqa_logits(
     """Score every cached key of a token's own request: ``scale[s] * sum_h weights[t,h] * relu(q[t,h] . k[s])``.
 
     Args:
-        q: queries ``[N, H, D]`` in the cache's form: e4m3 codes (``uint8`` or ``float8_e4m3fn``) for ``fp8`` keys, with
-            the query's scale folded into ``weights``; floats for ``f32`` keys.
+        q: queries in the cache's form. ``fp8`` keys: e4m3 codes ``[N, H, D]`` (``uint8`` or ``float8_e4m3fn``), with the
+            query's scale folded into ``weights``. ``fp4`` keys: the pair ``(uint8[N, H, D/2], int32[N, H])`` of packed codes
+            and block scales, as ``quantize_index_k`` makes them; nothing is folded. ``f32`` keys: floats ``[N, H, D]``.
         weights: ``float32[N, H]`` head weights, ``H**-0.5 * D**-0.5`` folded in. May be negative.
         cache: the cache, with this step's keys already appended.
         layer: local layer number, a Python int or a traced ``int32`` scalar.
@@ -42,30 +47,24 @@ def paged_mqa_logits(
             shared-indexer layer.
     """
     q = check_query("paged_mqa_logits", q, weights, cache, layer, step)
-    parts = []
-    if step.bucket.context_tokens or not step.bucket.decode_requests:
-        part = step.context_part()
-        rows = slice(0, part.bucket.tokens)
-        candidates = (Candidate("xla", xla.paged_mqa_logits),)
-        parts.append(
-            dispatch(
-                "paged_mqa_logits", implementation, candidates, q[rows], weights[rows], cache, layer, part
-            )
-        )
+    contexts, parts = step.bucket.context_tokens, []
+    if contexts or not step.bucket.decode_requests:
+        parts.append((slice(0, contexts), step.context_part()))
     if step.bucket.decode_requests:
-        part = step.decode_part()
-        rows = slice(step.bucket.context_tokens, None)
-        candidates = (Candidate("xla", xla.paged_mqa_logits),)
-        parts.append(
-            dispatch(
-                "paged_mqa_logits", implementation, candidates, q[rows], weights[rows], cache, layer, part
-            )
+        parts.append((slice(contexts, None), step.decode_part()))
+    scored = []
+    for rows, part in parts:
+        candidates = (
+            *gpu.paged_mqa_logits(cache, weights.shape[1], part),
+            Candidate("xla", xla.paged_mqa_logits),
         )
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
+        arguments = (cut(q, rows), weights[rows], cache, layer, part)
+        scored.append(dispatch("paged_mqa_logits", implementation, candidates, *arguments))
+    return scored[0] if len(scored) == 1 else jnp.concatenate(scored, axis=0)
 
 
 def mqa_logits(
-    q: Array,
+    q: Query,
     k: Array | tuple[Array, Array | None],
     weights: Array,
     starts: Array,
@@ -76,8 +75,8 @@ def mqa_logits(
     """Scores against contiguous keys, for training, interchange and gathered contexts.
 
     Args:
-        q: ``[S, H, D]`` e4m3 codes or floats.
-        k: ``[keys, D]`` floats, or ``(codes, scale)`` as ``gather_index_k`` returns them.
+        q: ``[S, H, D]`` e4m3 codes or floats, or an FP4 pair ``(uint8[S, H, D/2], int32[S, H])``.
+        k: ``[keys, D]`` floats, or ``(codes, scale)`` as ``gather_index_k`` returns them. Query and key share one form.
         weights: ``float32[S, H]``.
         starts: ``int32[S]``, first key of each row's window.
         ends: ``int32[S]``, one past the last key.
@@ -91,25 +90,21 @@ def mqa_logits(
     """
     keys, scale = k if isinstance(k, tuple) else (k, None)
     problems = Problems("mqa_logits")
-    rows, heads, width = q.shape if q.ndim == 3 else (None, None, None)
-    problems.shape("q", q, (None, None, None), "S, H, D")
-    problems.shape("k", keys, (None, width), "keys, D")
-    problems.shape("weights", weights, (rows, heads), "S, H")
-    problems.shape("starts", starts, (rows,), "S")
-    problems.shape("ends", ends, (rows,), "S")
-    problems.dtype("weights", weights, ("float",))
-    for name, array in (("starts", starts), ("ends", ends)):
-        problems.dtype(name, array, ("int32",))
-    codes = ("uint8", "float8_e4m3fn")
-    wanted = ("float",) if scale is None else codes
-    problems.dtype("q", q, wanted)
-    problems.dtype("k", keys, wanted)
+    form = "f32" if scale is None else "fp4" if scale.dtype == jnp.int32 else "fp8"
+    rows, heads, width = _check_form(problems, q, form, None, QUANT_BLOCK_SIZE if form == "fp4" else None)
+    problems.shape("k", keys, (None, width), "keys, D/2" if form == "fp4" else "keys, D")
+    problems.dtype("k", keys, ("float",) if form == "f32" else _CODES[form])
     if scale is not None:
         problems.shape("scale of k", scale, (keys.shape[0],), "keys")
-        problems.dtype("scale of k", scale, ("float32",))
+        problems.dtype("scale of k", scale, ("float32", "int32"))
+    problems.shape("weights", weights, (rows, heads), "S, H")
+    problems.dtype("weights", weights, ("float",))
+    for name, array in (("starts", starts), ("ends", ends)):
+        problems.shape(name, array, (rows,), "S")
+        problems.dtype(name, array, ("int32",))
     problems.raise_if_any(
-        "Give one window and one weight per head for every query row; query and key are both floats, or both codes with "
-        "k = (codes, scale)."
+        "Give one window and one weight per head for every query row; query and key are both floats, both FP8 codes with "
+        "k = (codes, scale), or both FP4 pairs of packed codes and int32 scales."
     )
     candidates = (Candidate("xla", xla.mqa_logits),)
     return dispatch(
@@ -117,24 +112,49 @@ def mqa_logits(
     )
 
 
-def check_query(operation: str, q: Array, weights: Array, cache: Cache, layer, step: Step) -> Array:
+def check_query(operation: str, q: Query, weights: Array, cache: Cache, layer, step: Step) -> Query:
     """Check the arguments of a paged scoring op; returns the query with float8 viewed as codes."""
     problems = Problems(operation)
-    tokens, width = step.bucket.tokens, cache.layout.index_head_dim
-    heads = q.shape[1] if q.ndim == 3 else None
-    problems.shape("q", q, (tokens, None, width), "N, H, D")
+    tokens, layout = step.bucket.tokens, cache.layout
+    _, heads, _ = _check_form(problems, q, layout.index_form, tokens, layout.index_head_dim)
     problems.shape("weights", weights, (tokens, heads), "N, H")
     problems.dtype("weights", weights, ("float",))
-    if cache.layout.index_form == "f32":
-        problems.dtype("q (keys are f32)", q, ("float",))
-    else:
-        problems.dtype("q (keys are fp8)", q, ("uint8", "float8_e4m3fn"))
     problems.same_layout(cache, step)
     problems.raise_if_any("Query and key share one form: quantise the query as the cache's index_form says.")
     check_layer(cache, layer, Role.INDEX_KEY)
     return as_codes(q)
 
 
-def as_codes(q: Array) -> Array:
-    """View float8_e4m3fn as its codes; everything else as it is."""
+def cut(q: Query, rows: slice) -> Query:
+    """Some rows of a query in any form."""
+    return jax.tree.map(lambda x: x[rows], q)
+
+
+def as_codes(q):
+    """View float8_e4m3fn as its codes; everything else, pairs too, as it is."""
+    if isinstance(q, tuple):
+        return q
     return lax.bitcast_convert_type(q, jnp.uint8) if q.dtype == jnp.float8_e4m3fn else q
+
+
+_CODES = {"fp8": ("uint8", "float8_e4m3fn"), "fp4": ("uint8",)}
+
+
+def _check_form(problems: Problems, q: Query, form: str, tokens: int | None, width: int | None):
+    """Note a query that is not in the keys' form; returns its rows, heads and width of the data, None where unknown."""
+    pair = isinstance(q, tuple) and len(q) == 2
+    data, scale = q if pair else (q[0] if isinstance(q, tuple) else q, None)
+    if pair != (form == "fp4") or isinstance(q, tuple) != pair:
+        came = f"a tuple of {len(q)}" if isinstance(q, tuple) else "one array"
+        wanted = "the pair (packed codes, int32 scales)" if form == "fp4" else "one array"
+        problems.note(f"q (keys are {form}) is {came}, wanted {wanted}")
+    letters, wanted = "N, H, D", width
+    if form == "fp4":
+        letters, wanted = "N, H, D/2", None if width is None else width // 2
+    problems.shape("q", data, (tokens, None, wanted), letters)
+    problems.dtype(f"q (keys are {form})", data, ("float",) if form == "f32" else _CODES[form])
+    rows, heads, width = data.shape if data.ndim == 3 else (tokens, None, width)
+    if form == "fp4" and scale is not None:
+        problems.shape("scales of q", scale, (rows, heads), "N, H")
+        problems.dtype("scales of q", scale, ("int32",))
+    return rows, heads, width

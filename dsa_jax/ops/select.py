@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax import xla
 from dsa_jax.cache import Cache
 from dsa_jax.metadata import Step
+from dsa_jax.ops import gpu
 from dsa_jax.ops.checks import Problems
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
-from dsa_jax.ops.logits import check_query, paged_mqa_logits
+from dsa_jax.ops.logits import check_query, cut, paged_mqa_logits
+from dsa_jax.quant import Query
 from dsa_jax.sizing import SCORE_BUDGET, rows_per_chunk
 
 
@@ -44,12 +47,12 @@ def topk_indices(logits: Array, limits: Array, k: int, *, implementation: Choice
     problems.dtype("limits", limits, ("int32",))
     check_k(problems, k)
     problems.raise_if_any("Pass one limit per row and a positive k.")
-    candidates = (Candidate("xla", xla.topk_indices),)
+    candidates = (*gpu.topk_indices(k), Candidate("xla", xla.topk_indices))
     return dispatch("topk_indices", implementation, candidates, logits, limits, k)
 
 
 def select_tokens(
-    q: Array,
+    q: Query,
     weights: Array,
     cache: Cache,
     layer: int | Array,
@@ -68,7 +71,8 @@ def select_tokens(
         implementation: see ``dsa_jax.ops``.
 
     Returns:
-        ``int32[N, k]`` positions in each token's own request, ascending, then -1. Equal for every budget.
+        ``int32[N, k]`` positions in each token's own request, ascending, then -1. Budgets change nothing but the last
+        bits of scores, and so at most the choice between scores that close.
 
     Raises:
         ValueError: as ``paged_mqa_logits`` and ``topk_indices`` raise.
@@ -82,7 +86,7 @@ def select_tokens(
     bucket = step.bucket
     rows = rows_per_chunk(score_budget, bucket.table_width * step.layout.page_size)
 
-    def chunk(part: Step, q: Array, weights: Array) -> Array:
+    def chunk(part: Step, q: Query, weights: Array) -> Array:
         logits = paged_mqa_logits(q, weights, cache, layer, part, implementation=implementation)
         return topk_indices(logits, part.limits, k, implementation=implementation)
 
@@ -92,7 +96,16 @@ def select_tokens(
     if contexts:
         part = step.context_part()
         split.append(
-            _in_chunks(chunk, part, Step.context_chunk, q[:contexts], weights[:contexts], contexts, 1, rows)
+            _in_chunks(
+                chunk,
+                part,
+                Step.context_chunk,
+                cut(q, slice(contexts)),
+                weights[:contexts],
+                contexts,
+                1,
+                rows,
+            )
         )
     if bucket.decode_requests:
         part = step.decode_part()
@@ -101,7 +114,7 @@ def select_tokens(
                 chunk,
                 part,
                 Step.decode_chunk,
-                q[contexts:],
+                cut(q, slice(contexts, None)),
                 weights[contexts:],
                 bucket.decode_requests,
                 bucket.next_n,
@@ -111,7 +124,7 @@ def select_tokens(
     return jnp.concatenate(split, axis=0)
 
 
-def _in_chunks(f, part: Step, cut, q: Array, weights: Array, count: int, width: int, rows: int) -> Array:
+def _in_chunks(f, part: Step, part_of, q: Query, weights: Array, count: int, width: int, rows: int) -> Array:
     """``f`` over equal chunks of ``count`` units of ``width`` rows each. The last chunk may overlap the one before."""
     size = max(1, min(count, rows // width))
     chunks = math.ceil(count / size)
@@ -120,7 +133,7 @@ def _in_chunks(f, part: Step, cut, q: Array, weights: Array, count: int, width: 
     def one(index):
         start = jnp.minimum(index * size, count - size)
         take = lambda x: lax.dynamic_slice_in_dim(x, start * width, size * width)
-        return start, f(cut(part, start, size), take(q), take(weights))
+        return start, f(part_of(part, start, size), jax.tree.map(take, q), take(weights))
 
     if chunks == 1:
         return one(jnp.int32(0))[1]

@@ -7,6 +7,7 @@ from jax import Array
 from dsa_jax import xla
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
+from dsa_jax.ops import gpu
 from dsa_jax.ops.append import check_key_scale, check_layer
 from dsa_jax.ops.checks import Problems
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
@@ -34,7 +35,8 @@ def sparse_mla(
             given twice counts twice.
         softmax_scale: factor on the scores. There is no default: the model's scale (with YaRN's factor) is not
             ``576**-0.5``.
-        key_scale: per-tensor scale of FP8 and NVFP4 latents; the float forms have none.
+        key_scale: the scale that the cached latents were appended with (``fp8`` and ``nvfp4``), 1 by default; the other
+            forms have none.
         implementation: see ``dsa_jax.ops``.
 
     Returns:
@@ -54,5 +56,5 @@ def sparse_mla(
     check_key_scale(problems, cache, key_scale)
     problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
     check_layer(cache, layer, Role.KEY)
-    candidates = (Candidate("xla", xla.sparse_mla),)
-    return dispatch("sparse_mla", implementation, candidates, q, cache, layer, rows, softmax_scale)
+    candidates = (*gpu.sparse_mla(cache, q, softmax_scale), Candidate("xla", xla.sparse_mla))
+    return dispatch("sparse_mla", implementation, candidates, q, cache, layer, rows, softmax_scale, key_scale)

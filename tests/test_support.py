@@ -1,0 +1,27 @@
+"""The support matrix in the docs is the one that the dispatch gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsa_jax import support
+
+
+def test_the_page_is_generated():
+    page = Path(__file__).parents[1] / "docs" / "support.md"
+    assert page.read_text() == support.document(), "run: dsa-jax support > docs/support.md"
+
+
+def test_kernels_are_claimed_and_the_cpu_runs_the_reference():
+    by_line = {(operation, form): kernels for operation, form, kernels in support.rows()}
+    pick = lambda operation, form, card: support.chosen(
+        operation, by_line[operation, form](), support.CARDS[card]
+    )
+    assert pick("paged_mqa_logits", "fp8 keys, decode", "H100, H200") == "mosaic"
+    assert pick("paged_mqa_logits", "fp8 keys, decode", "A100") == "triton"
+    assert pick("paged_mqa_logits", "fp8 keys, contexts", "H100, H200") == "xla"
+    assert pick("topk_indices", "k up to 2,048", "A100") == "triton"
+    assert pick("topk_indices", "larger k", "H100, H200") == "xla"
+    assert {support.chosen(op, kernels(), support.CARDS["CPU"]) for op, _, kernels in support.rows()} == {
+        "xla"
+    }

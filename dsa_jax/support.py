@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 
 from dsa_jax import compat
@@ -59,9 +58,13 @@ def rows() -> Iterator[tuple[str, str, Kernels]]:
     yield "topk_indices", "larger k", lambda: gpu.topk_indices(4096)
     for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"):
         cache, _ = _case(key_form=form)
-        q = jax.ShapeDtypeStruct((64, 128, 576), jnp.float32 if form == "f32" else jnp.bfloat16)
+        dtype = jnp.float32 if form == "f32" else jnp.bfloat16
         yield "append_latent", f"{form} latents", lambda cache=cache: gpu.append_latent(cache)
-        yield "sparse_mla", f"{form} latents", lambda cache=cache, q=q: gpu.sparse_mla(cache, q, 0.1)
+        yield (
+            "sparse_mla",
+            f"{form} latents",
+            lambda cache=cache, dtype=dtype: gpu.sparse_mla(cache, 128, dtype, 0.1),
+        )
 
 
 def table() -> str:

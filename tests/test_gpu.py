@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, quant
-from dsa_jax.compat import Device, target_device
+from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, quant, support
+from dsa_jax.compat import target_device
 from dsa_jax.config import preset
 from dsa_jax.ops import gpu
-from dsa_jax.ops.dispatch import Candidate, select
 
 pytestmark = pytest.mark.gpu
 
@@ -197,13 +196,6 @@ def test_sparse_mla(implementation, heads):
     np.testing.assert_allclose(np.asarray(lse)[kept], np.asarray(want_lse)[kept], atol=1e-4, rtol=1e-4)
 
 
-def chosen(operation: str, candidates: tuple[Candidate, ...], device: Device) -> str:
-    for candidate, refusal in select(operation, None, (*candidates, Candidate("xla", lambda: None)), device):
-        if refusal is None and candidate is not None:
-            return candidate.name
-    raise AssertionError
-
-
 def test_the_library_chooses_kernels_here():
     """None must not quietly mean the reference where a kernel is claimed."""
     device = target_device()
@@ -212,7 +204,7 @@ def test_the_library_chooses_kernels_here():
     bucket = Bucket(decode_requests=4, next_n=2, table_width=2)
     step = StepMetadata.create(cache.layout, bucket, [[0]] * 4, [2] * 4, [2] * 4).derive()
     hopper = device.capability[0] == 9
-    assert chosen("paged_mqa_logits", gpu.paged_mqa_logits(cache, 64, step), device) == (
+    assert support.chosen("paged_mqa_logits", gpu.paged_mqa_logits(cache, 64, step), device) == (
         "mosaic" if hopper else "triton"
     )
     for operation, candidates in (
@@ -221,9 +213,9 @@ def test_the_library_chooses_kernels_here():
         ("gather_index_k", gpu.gather_index_k(cache)),
         ("topk_indices", gpu.topk_indices(2048)),
     ):
-        assert chosen(operation, candidates, device) == "triton"
-    q = jax.ShapeDtypeStruct((4, 128, 576), jnp.bfloat16)
-    assert chosen("sparse_mla", gpu.sparse_mla(cache, q, 0.1), device) != "xla"
+        assert support.chosen(operation, candidates, device) == "triton"
+    for heads in (8, 128):
+        assert support.chosen("sparse_mla", gpu.sparse_mla(cache, heads, jnp.bfloat16, 0.1), device) != "xla"
 
 
 def test_a_model_step_agrees_with_the_reference():

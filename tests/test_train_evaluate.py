@@ -142,6 +142,21 @@ def test_sample_at_temperature_zero_takes_the_most_likely_tokens():
     assert len(np.unique(drawn)) > 1
 
 
+MANIFEST = {
+    "characters": 11_222_333,
+    "sources": {
+        "jax": {
+            "version": "0.0",
+            "licence": "Apache-2.0",
+            "modules": 3,
+            "documents": 4,
+            "characters": 11_222_333,
+        }
+    },
+    "splits": {"train": {"modules": 3, "documents": 4, "characters": 11_222_333}},
+}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     stage = {"attention": "dense", "main_rate": 0.002, "index_rate": 0.0, "noise": 0.05, "language": True}
@@ -168,29 +183,20 @@ def folder(tmp_path: Path) -> Path:
     sampled["texts"] = [{"prompt": "numpy.f", "continuation": "oo(x)\n\n```\nDoes."}]
     config = {"vocab_size": 2048, "max_position_embeddings": 2048, "num_hidden_layers": 4, "index_topk": 64}
     evaluation = EVALUATION | {"gates": evaluate.gates(EVALUATION)}
-    parts = {"config": config, "training": training, "evaluation": evaluation, "text": sampled}
+    parts = {
+        "config": config,
+        "corpus": MANIFEST,
+        "training": training,
+        "evaluation": evaluation,
+        "text": sampled,
+    }
     for name, content in parts.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     return tmp_path
 
 
-MANIFEST = {
-    "characters": 11_222_333,
-    "sources": {
-        "jax": {
-            "version": "0.0",
-            "licence": "Apache-2.0",
-            "modules": 3,
-            "documents": 4,
-            "characters": 11_222_333,
-        }
-    },
-    "splits": {"train": {"modules": 3, "documents": 4, "characters": 11_222_333}},
-}
-
-
 def test_card_states_what_was_measured(folder: Path):
-    card.write(folder, MANIFEST)
+    card.write(folder)
     written = (folder / "CARD.md").read_text()
     for fact in (
         "7.65 M parameters",
@@ -213,11 +219,11 @@ def test_card_states_what_was_measured(folder: Path):
 def test_card_shows_speed_if_it_was_measured(folder: Path):
     speed = [{"device": "Some Device", "what": "decode, batch 1", "tokens_per_second": 123.4}]
     (folder / "speed.json").write_text(json.dumps(speed))
-    card.write(folder, MANIFEST)
+    card.write(folder)
     assert "| Some Device | decode, batch 1 | 123 |" in (folder / "CARD.md").read_text()
 
 
 def test_card_names_what_is_missing(folder: Path):
     (folder / "text.json").unlink()
     with pytest.raises(ValueError, match=r"lacks text\.json"):
-        card.write(folder, MANIFEST)
+        card.write(folder)

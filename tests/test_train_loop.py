@@ -65,7 +65,9 @@ def stations(model, streams, settings, tmp_path_factory) -> tuple[list[dict[str,
     # The last ten steps are those of another process.
     resumed = loop.Trainer(model, streams, settings, state_path=path)
     resumed.resume()
-    found[-1] = weights(resumed.run())
+    finished = resumed.run()
+    assert finished is not None
+    found[-1] = weights(finished)
     return found, resumed.progress.log
 
 
@@ -95,7 +97,9 @@ def test_dense_stage_leaves_the_indexers_alone_and_sparse_stage_moves_all(statio
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     stations, model, streams, settings, tmp_path: Path
 ):
-    whole = weights(loop.Trainer(model, streams, settings, state_path=tmp_path / "state.npz").run())
+    finished = loop.Trainer(model, streams, settings, state_path=tmp_path / "state.npz").run()
+    assert finished is not None
+    whole = weights(finished)
     for path, value in stations[0][-1].items():
         np.testing.assert_array_equal(value, whole[path], err_msg=path)
 

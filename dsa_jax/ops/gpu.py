@@ -148,8 +148,8 @@ def topk_indices(k: int) -> tuple[Candidate, ...]:
     return (Candidate("triton", run, supported),)
 
 
-def sparse_mla(cache: Cache, q: Array, softmax_scale: float | Array) -> tuple[Candidate, ...]:
-    """Attention over gathered rows for bfloat16 latents and queries."""
+def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Array) -> tuple[Candidate, ...]:
+    """Attention over gathered rows for bfloat16 latents and queries. wgmma computes 64 heads, wanted or not."""
     layout = cache.layout
 
     def kernel(name: str) -> Any:
@@ -162,7 +162,7 @@ def sparse_mla(cache: Cache, q: Array, softmax_scale: float | Array) -> tuple[Ca
     def candidate(name: Any) -> Candidate:
         def supported(device: Device) -> None:
             _need_gpu(device)
-            _need("query dtype", q.dtype.name, ("bfloat16",))
+            _need("query dtype", np.dtype(dtype).name, ("bfloat16",))
             if isinstance(softmax_scale, Array):
                 raise NotImplementedError("softmax_scale is an array; the kernel takes a Python float")
             kernel(name).supported_on(
@@ -179,7 +179,10 @@ def sparse_mla(cache: Cache, q: Array, softmax_scale: float | Array) -> tuple[Ca
 
         return Candidate(name, run, supported)
 
-    return candidate("mosaic"), candidate("triton")
+    order = (
+        ("triton", "mosaic") if heads <= 16 else ("mosaic", "triton")
+    )  # measured, see benchmarks/RESULTS.md
+    return tuple(candidate(name) for name in order)
 
 
 def _rows(layer: int | Array, offset: Array, rows: Array) -> Array:

@@ -56,5 +56,8 @@ def sparse_mla(
     check_key_scale(problems, cache, key_scale)
     problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
     check_layer(cache, layer, Role.KEY)
-    candidates = (*gpu.sparse_mla(cache, q, softmax_scale), Candidate("xla", xla.sparse_mla))
+    candidates = (
+        *gpu.sparse_mla(cache, q.shape[1], q.dtype, softmax_scale),
+        Candidate("xla", xla.sparse_mla),
+    )
     return dispatch("sparse_mla", implementation, candidates, q, cache, layer, rows, softmax_scale, key_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         help="corpus: collect the text and encode it; train (default): train, save and evaluate; "
         "evaluate: judge a checkpoint on held-out modules; text: sample continuations; card: write CARD.md and the plot",
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder of corpus, tokenizer and tokens")
+    parser.add_argument("--data", type=Path, help="folder of corpus, tokenizer and tokens")
     parser.add_argument("--out", type=Path, help="folder of the checkpoint")
     parser.add_argument("--preset", default="small", help="name of the configuration (default: small)")
     parser.add_argument("--minutes", type=float, help="time for all stages; their steps are cut to fit")
@@ -67,22 +68,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _out(options: argparse.Namespace) -> Path:
-    if options.out is None:
-        raise ValueError(
-            f"{options.work}: --out is missing; want the folder of the checkpoint: pass --out FOLDER"
-        )
-    return options.out
+def _folder(options: argparse.Namespace, name: str) -> Path:
+    folder = getattr(options, name)
+    if folder is None:
+        raise ValueError(f"{options.work}: --{name} is missing; want a folder: pass --{name} FOLDER")
+    return folder
 
 
 def _corpus(options: argparse.Namespace) -> None:
+    data = _folder(options, "data")
     documents = corpus.build()
-    facts = corpus.save(documents, options.data)
+    facts = corpus.save(documents, data)
     print(json.dumps(facts, indent=1))
     training = (document.text for document in documents if corpus.split_of(document.module) == "train")
     tokenizer = tokenizer_.train(training)
     encoded = streams.encode(documents, tokenizer)
-    streams.save(encoded, tokenizer, options.data)
+    streams.save(encoded, tokenizer, data)
     print({split: len(tokens) for split, tokens in encoded.tokens.items()}, "tokens")
 
 
@@ -97,8 +98,8 @@ def _train(options: argparse.Namespace) -> None:
     from dsa_jax.models.train.state import write_atomically
     from dsa_jax.models.train.updates import Settings
 
-    out = _out(options)
-    encoded, tokenizer = streams.load(options.data)
+    out = _folder(options, "out")
+    encoded, tokenizer = streams.load(_folder(options, "data"))
     an_epoch = len(encoded.tokens["train"]) / (options.batch * options.length)
     stages = recipe(
         steps=(int(options.epochs * an_epoch), options.indexer_steps, int(options.sparse_epochs * an_epoch)),
@@ -140,6 +141,8 @@ def _train(options: argparse.Namespace) -> None:
         "records": trainer.progress.log,
     }
     write_atomically(out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
+    manifest = corpus.load_manifest(_folder(options, "data"))
+    write_atomically(out / "corpus.json", (json.dumps(manifest, indent=1) + "\n").encode())
     trainer.state_path.unlink()  # complete: nothing is left to resume
     if options.stages == len(stages):
         _evaluate(options)
@@ -153,8 +156,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     from dsa_jax.models.train import evaluate, ngram
     from dsa_jax.models.train.state import write_atomically
 
-    out = _out(options)
-    encoded, tokenizer = streams.load(options.data)
+    out = _folder(options, "out")
+    encoded, tokenizer = streams.load(_folder(options, "data"))
     dtype = jnp.float32 if options.float32 else jnp.bfloat16
     model = checkpoint.load_pretrained(out, dtype=dtype)
     longest = model.config.dsa.max_position_embeddings
@@ -167,6 +170,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     )
     found["contexts"] = {str(length): len(rows) for length, rows in contexts.items()}
     found["first_position"] = evaluate.FIRST_POSITION
+    found["weights_sha256"] = hashlib.sha256((out / checkpoint.WEIGHTS).read_bytes()).hexdigest()
     found["gates"] = evaluate.gates(found)
     write_atomically(out / "evaluation.json", (json.dumps(found, indent=1) + "\n").encode())
     print(json.dumps(found, indent=1))
@@ -179,13 +183,13 @@ def _text(options: argparse.Namespace) -> None:
     from dsa_jax.models.train import text
     from dsa_jax.models.train.state import write_atomically
 
-    out = _out(options)
+    out = _folder(options, "out")
     dtype = jnp.float32 if options.float32 else jnp.bfloat16
     tokenizer = checkpoint.load_tokenizer(out)
     found = text.check(
         checkpoint.load_pretrained(out, dtype=dtype),
         tokenizer,
-        corpus.load(options.data),
+        corpus.load(_folder(options, "data")),
         bos=tokenizer_.specials(tokenizer)[0],
         seed=options.seed,
         dtype=dtype,
@@ -197,7 +201,7 @@ def _text(options: argparse.Namespace) -> None:
 def _card(options: argparse.Namespace) -> None:
     from dsa_jax.models.train import card
 
-    card.write(_out(options), corpus.load_manifest(options.data))
+    card.write(_folder(options, "out"))
 
 
 if __name__ == "__main__":

@@ -21,25 +21,27 @@ _NAMES = {
 }
 
 
-def write(folder: Path, manifest: Mapping[str, Any]) -> None:
+def write(folder: Path) -> None:
     """Writes ``CARD.md`` and ``loss.png`` into a checkpoint's folder.
 
     Args:
-        folder: holds ``config.json``, ``training.json``, ``evaluation.json`` and ``text.json``; ``speed.json`` (a list
-            of ``{"device", "what", "tokens_per_second"}``) is used if it is there.
-        manifest: of the corpus.
+        folder: holds ``config.json``, ``corpus.json`` (the manifest of the corpus), ``training.json``,
+            ``evaluation.json`` and ``text.json``; ``speed.json`` (a list of ``{"device", "what",
+            "tokens_per_second"}``) is used if it is there.
 
     Raises:
         ValueError: a file is missing.
     """
-    names = ("config", "training", "evaluation", "text")
+    names = ("config", "corpus", "training", "evaluation", "text")
     missing = [f"{name}.json" for name in names if not (folder / f"{name}.json").is_file()]
     if missing:
         raise ValueError(
             f"write card: folder {str(folder)!r} lacks {', '.join(missing)}; want a trained, evaluated and sampled "
             "checkpoint: run the steps train, evaluate and text first"
         )
-    config, training, evaluation, text = (json.loads((folder / f"{name}.json").read_text()) for name in names)
+    config, manifest, training, evaluation, text = (
+        json.loads((folder / f"{name}.json").read_text()) for name in names
+    )
     speed_path = folder / "speed.json"
     speed = json.loads(speed_path.read_text()) if speed_path.is_file() else []
     plot(training["records"], folder / PLOT)

@@ -14,13 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsa_jax.layout import CacheLayout, Role
+from dsa_jax.layout import ArraySpec, CacheLayout, Role
 
 POOL_NAMES = ("key", "key_scale", "key_rope", "index_key", "index_scale")
 """Names of the pool leaves, in pytree order; a form that has no such array leaves None."""
-
-IMPLEMENTED_KEY_FORMS = ("bf16", "f32")
-IMPLEMENTED_INDEX_FORMS = ("fp8", "f32")
 
 
 @jax.tree_util.register_dataclass
@@ -29,14 +26,16 @@ class Cache:
     """Page pools and index maps of one rank.
 
     Attributes:
-        key: latent and rotary key of MLA, ``[slots * scale, T, width]`` (V2) or ``[slots, rows, T, width]`` (V1).
-        key_scale: block scales of quantised latents, or None.
-        key_rope: rotary part where the form keeps it apart, or None.
-        index_key: indexer keys, ``[..., T, D]`` codes (``uint8``) or ``float32`` values; None where no local layer owns an
-            indexer.
-        index_scale: ``float32[..., T]`` scales of the indexer keys, or None.
+        key: latent and rotary key of MLA, ``[slots * scale, T, width]`` (V2) or ``[slots, rows, T, width]`` (V1). Width and
+            dtype are those of the form: floats of 576, ``uint8`` of 576 (FP8), 288 (NVFP4) or 512 (656-byte token).
+        key_scale: scales of quantised latents: ``uint8[..., T, 36]`` (NVFP4) or ``float32[..., T, 4]``; else None.
+        key_rope: ``bfloat16[..., T, 64]`` rotary part of the 656-byte token, or None.
+        index_key: indexer keys, codes ``uint8[..., T, D]`` (FP8) or ``uint8[..., T, D/2]`` (FP4), or ``float32`` values;
+            None where no local layer owns an indexer.
+        index_scale: ``float32[..., T]`` (FP8) or ``int32[..., T]`` (FP4) scales of the indexer keys, or None.
         key_offsets: ``int32[L]``, layer offset of each local layer in the KEY pool.
         index_offsets: ``int32[L]``, layer offset in the INDEX_KEY pool, -1 for layers without an indexer.
+        block_scale_offsets: ``int32[L]``, layer offset in the KEY_BLOCK_SCALE pool, which NVFP4 alone has; else None.
         layout: the static description.
     """
 
@@ -47,6 +46,7 @@ class Cache:
     index_scale: Array | None = None
     key_offsets: Array
     index_offsets: Array
+    block_scale_offsets: Array | None = None
     layout: CacheLayout = field(metadata={"static": True})
 
     @classmethod
@@ -58,27 +58,26 @@ class Cache:
             slots: physical page slots shared by all pools; tokens that fit are ``slots * layout.page_size``.
 
         Raises:
-            ValueError: for fewer than one slot or a form that no op can write yet.
+            ValueError: for fewer than one slot or more than int32 rows can count, or a layout that coalesced buffers of
+                different roles into one pool.
         """
-        _check_create(layout, slots)
-        arrays = {spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in layout.arrays(slots)}
+        arrays = {spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in _array_specs(layout, slots)}
         return cls._build(layout, arrays, jnp.asarray)
 
     @classmethod
     def abstract(cls, layout: CacheLayout, slots: int) -> Cache:
         """The same tree of ``jax.ShapeDtypeStruct``, without allocating anything."""
-        _check_create(layout, slots)
-        arrays = {s.name: jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.arrays(slots)}
+        arrays = {s.name: jax.ShapeDtypeStruct(s.shape, s.dtype) for s in _array_specs(layout, slots)}
         return cls._build(layout, arrays, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     @classmethod
     def _build(cls, layout, arrays, wrap) -> Cache:
-        return cls(
-            **arrays,
-            key_offsets=wrap(np.asarray(layout.layer_offsets(Role.KEY), np.int32)),
-            index_offsets=wrap(np.asarray(layout.layer_offsets(Role.INDEX_KEY), np.int32)),
-            layout=layout,
-        )
+        offsets = {
+            name: wrap(np.asarray(layout.layer_offsets(role), np.int32))
+            for name, role in _OFFSETS.items()
+            if role != Role.KEY_BLOCK_SCALE or layout.scale(role)
+        }
+        return cls(**arrays, **offsets, layout=layout)
 
     @property
     def slots(self) -> int:
@@ -107,6 +106,16 @@ class Cache:
         """A cache with the named pools replaced, each given as flat pages."""
         return replace(self, **{n: p.reshape(getattr(self, n).shape) for n, p in pages.items()})
 
+    def role(self, name: str) -> Role:
+        """The role that a pool leaf belongs to: the scales of NVFP4 latents have their own, all others share their key's.
+
+        Args:
+            name: one of ``POOL_NAMES``.
+        """
+        if name == "key_scale" and self.layout.scale(Role.KEY_BLOCK_SCALE):
+            return Role.KEY_BLOCK_SCALE
+        return Role.INDEX_KEY if name.startswith("index") else Role.KEY
+
     def page_of(self, role: Role, layer: int | Array, slot: Array) -> Array:
         """Page of each raw slot for a (local layer, role): ``slot * scale + layer_offset``; -1 where there is none.
 
@@ -114,12 +123,13 @@ class Cache:
         not exist or owns no such role yields -1 for every slot.
 
         Args:
-            role: ``Role.KEY`` or ``Role.INDEX_KEY``.
+            role: ``Role.KEY``, ``Role.KEY_BLOCK_SCALE`` or ``Role.INDEX_KEY``.
             layer: local layer number.
             slot: ``int32`` raw slots of any shape, -1 for none.
 
         Raises:
-            ValueError: for a layer that is not local, or that is a shared-indexer layer when ``role`` is INDEX_KEY.
+            ValueError: for a layer that is not local, that is a shared-indexer layer when ``role`` is INDEX_KEY, or a role
+                that the key form does not have.
         """
         offset = self.layer_offset(role, layer)
         known = (slot >= 0) & (slot < self.slots) & (offset >= 0)
@@ -129,7 +139,11 @@ class Cache:
         """``int32`` scalar: the layer's offset in the pool of ``role``. Checks a Python ``layer`` as ``page_of`` does."""
         if isinstance(layer, (int, np.integer)):
             self.layout.page_index(int(layer), role)
-        offsets = self.index_offsets if role == Role.INDEX_KEY else self.key_offsets
+        offsets = next(getattr(self, name) for name, owner in _OFFSETS.items() if owner == role)
+        if offsets is None:
+            raise ValueError(
+                f"Cache.layer_offset: key_form {self.layout.key_form!r} has no {role} pages. Ask for Role.KEY."
+            )
         # A traced layer cannot be checked; out of range it must not wrap or clamp into another layer's pages.
         return offsets.at[layer].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 
@@ -147,9 +161,11 @@ class Cache:
                 problems.append(f"{spec.name} is {came}, wanted {np.dtype(spec.dtype)}{list(spec.shape)}")
         wanted = {spec.name for spec in self.layout.arrays(self.slots)}
         problems += [f"{name} is present, wanted nothing" for name in self.pools() if name not in wanted]
-        for name, role in (("key_offsets", Role.KEY), ("index_offsets", Role.INDEX_KEY)):
-            if np.asarray(getattr(self, name)).tolist() != list(self.layout.layer_offsets(role)):
-                problems.append(f"{name} differs from the layout's {list(self.layout.layer_offsets(role))}")
+        for name, role in _OFFSETS.items():
+            came, offsets = getattr(self, name), list(self.layout.layer_offsets(role))
+            absent = role == Role.KEY_BLOCK_SCALE and not self.layout.scale(role)
+            if (came is not None) if absent else (came is None or np.asarray(came).tolist() != offsets):
+                problems.append(f"{name} differs from the layout's {None if absent else offsets}")
         if problems:
             raise ValueError(
                 "Cache.validate: "
@@ -168,17 +184,27 @@ class Cache:
         )
 
 
-def _check_create(layout: CacheLayout, slots: int) -> None:
-    problems = []
-    if not isinstance(slots, (int, np.integer)) or slots < 1:
-        problems.append(f"slots is {slots!r}; wanted at least 1 page slot")
-    if layout.key_form not in IMPLEMENTED_KEY_FORMS:
-        problems.append(
-            f"key_form is {layout.key_form!r}; ops read and write {', '.join(IMPLEMENTED_KEY_FORMS)}"
+# The index map of each role that has pages. Those of KEY and INDEX_KEY are always there.
+_OFFSETS = {
+    "key_offsets": Role.KEY,
+    "index_offsets": Role.INDEX_KEY,
+    "block_scale_offsets": Role.KEY_BLOCK_SCALE,
+}
+
+
+def _array_specs(layout: CacheLayout, slots: int) -> tuple[ArraySpec, ...]:
+    """The arrays to allocate; refuses by name what cannot be allocated."""
+    if isinstance(slots, bool) or not isinstance(slots, (int, np.integer)) or slots < 1:
+        raise ValueError(
+            f"Cache.create: slots is {slots!r}; wanted at least 1 page slot. Change the slot count."
         )
-    if layout.index_form not in IMPLEMENTED_INDEX_FORMS:
-        problems.append(
-            f"index_form is {layout.index_form!r}; ops read and write {', '.join(IMPLEMENTED_INDEX_FORMS)}"
+    per_slot = max(layout.page_size, *(pool.scale for pool in layout.pools))
+    if int(slots) * per_slot > 2**31:
+        raise ValueError(
+            f"Cache.create: slots is {slots}, which makes more than 2**31 rows or pages, and both are int32; wanted "
+            f"at most {2**31 // per_slot} slots. Split the cache over more devices."
         )
-    if problems:
-        raise ValueError("Cache.create: " + "; ".join(problems) + ". Change the layout or the slot count.")
+    try:
+        return layout.arrays(int(slots))
+    except ValueError as error:
+        raise ValueError(f"Cache.create: {error}") from error

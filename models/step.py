@@ -243,19 +243,25 @@ def _select(
 ) -> Array:
     """Score all keys, the new ones included, and give the selected rows ``int32[N, index_topk]``."""
     layout = cache.layout
-    query = indexer.query(q_lora, turn, hadamard=layout.hadamard)
+    projected = indexer.query(q_lora, turn, hadamard=layout.hadamard)
     weights = indexer.head_weights(x)
-    tokens, heads, width = query.shape
-    query, scale = ops.quantize_index_k(
-        query.reshape(-1, width),
+    tokens, heads, width = projected.shape
+    data, scale = ops.quantize_index_k(
+        projected.reshape(-1, width),
         layout.index_form,
         scale_rule=layout.scale_rule,
+        tie_rule=layout.tie_rule,
         implementation=implementation,
     )
-    if scale is not None:  # positive, so it may leave the ReLU and join the head's weight
-        weights = weights * scale.reshape(tokens, heads)
+    query: Any = data.reshape(tokens, heads, -1)
+    if scale is not None:
+        scale = scale.reshape(tokens, heads)
+        if layout.index_form == "fp4":  # block scales cannot leave the dot product
+            query = query, scale
+        else:  # positive, so it may leave the ReLU and join the head's weight
+            weights = weights * scale
     local_positions = ops.select_tokens(
-        query.reshape(tokens, heads, width),
+        query,
         weights,
         cache,
         local,

@@ -43,3 +43,26 @@ def paged_logits(
         jax.ShapeDtypeStruct((requests, new_tokens), jnp.int32),
         jax.ShapeDtypeStruct((), jnp.int32),
     ]
+
+
+def paged_logits_prefill(*, tokens=8192, requests=4, heads=64, page_size=64, context=32768):
+    """The Hopper kernel over packed context tokens."""
+    from dsa_jax.pallas import paged_logits_mosaic as module
+
+    width, pages = context // page_size, 3 * requests * context // page_size
+
+    def run(q, weights, keys, scales, table, owners, limits, offset):
+        return module.paged_logits_prefill(
+            q, weights, keys, scales, table, owners, limits, page_scale=3, layer_offset=offset
+        )
+
+    return run, [
+        jax.ShapeDtypeStruct((tokens, heads, 128), jnp.uint8),
+        jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
+        jax.ShapeDtypeStruct((pages, page_size, 128), jnp.uint8),
+        jax.ShapeDtypeStruct((pages, page_size), jnp.float32),
+        jax.ShapeDtypeStruct((requests, width), jnp.int32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    ]

@@ -12,12 +12,18 @@ import cases
 import numpy_forms
 from dsa_jax import ops
 from dsa_jax.cache import Cache
-
 from dsa_jax.layout import CacheLayout
 
 KEY_SCALE = {"fp8": 0.37, "nvfp4": 0.0123}
 """Scales of the forms that take one; neither is a power of two."""
-PAIRS = [("nvfp4", "fp4", 4), ("fp8", "fp4", 1), ("fp8_ds_mla", "fp4", 64), ("fp8_ds_mla", "fp8", 64), ("nvfp4", "fp8", 16), ("fp8", "f32", 4)]
+PAIRS = [
+    ("nvfp4", "fp4", 4),
+    ("fp8", "fp4", 1),
+    ("fp8_ds_mla", "fp4", 64),
+    ("fp8_ds_mla", "fp8", 64),
+    ("nvfp4", "fp8", 16),
+    ("fp8", "f32", 4),
+]
 """Key form, index form and page size of the combinations that run."""
 
 
@@ -31,7 +37,9 @@ def layout(manager="v2", *, key="bf16", index="fp8", page_size=4, full=cases.FUL
     """A layout of three layers, of which the middle one shares, with index keys of 128 elements."""
     latent, rope = widths(key)
     model = dataclasses.replace(cases.config(full, 128), kv_lora_rank=latent, qk_rope_head_dim=rope)
-    return CacheLayout.create(model, manager=manager, key_form=key, index_form=index, page_size=page_size, **changes)
+    return CacheLayout.create(
+        model, manager=manager, key_form=key, index_form=index, page_size=page_size, **changes
+    )
 
 
 def page_size_of(key: str) -> int:
@@ -77,4 +85,3 @@ def query(layout: CacheLayout, values: np.ndarray):
 
 append_latent = jax.jit(ops.append_latent, static_argnames=("implementation",))
 sparse_mla = jax.jit(ops.sparse_mla, static_argnames=("implementation",))
-

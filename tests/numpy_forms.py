@@ -76,7 +76,9 @@ def quantize_nvfp4(vectors: np.ndarray, global_scale: float) -> tuple[np.ndarray
         packed.append(pack(np.array(codes)))
         scales.append(own)
     width = np.shape(vectors)[1]
-    return np.array(packed, np.uint8).reshape(-1, width // 2), np.array(scales, np.uint8).reshape(-1, width // 16)
+    return np.array(packed, np.uint8).reshape(-1, width // 2), np.array(scales, np.uint8).reshape(
+        -1, width // 16
+    )
 
 
 def dequantize_nvfp4(packed: np.ndarray, scales: np.ndarray, global_scale: float) -> np.ndarray:

@@ -25,7 +25,9 @@ def random_cache(layout, seed: int = 0) -> Cache:
     """Every byte of every pool at random, NaN patterns among them."""
     rng = np.random.default_rng(seed)
     cache = Cache.create(layout, SLOTS)
-    fill = lambda pool: rng.integers(0, 256, (*pool.shape, pool.dtype.itemsize), np.uint8).view(pool.dtype)[..., 0]
+    fill = lambda pool: rng.integers(0, 256, (*pool.shape, pool.dtype.itemsize), np.uint8).view(pool.dtype)[
+        ..., 0
+    ]
     return replace(cache, **{name: jnp.asarray(fill(pool)) for name, pool in cache.pools().items()})
 
 
@@ -121,14 +123,20 @@ def test_packed_pages_are_where_the_layout_says():
 
 def test_errors():
     cache = random_cache(form_cases.layout(key="bf16", index="fp4"))
-    with pytest.raises(ValueError, match=r"pack_pages: no layer of this cache has key_block_scale pages \(forms bf16/fp4\)"):
+    with pytest.raises(
+        ValueError, match=r"pack_pages: no layer of this cache has key_block_scale pages \(forms bf16/fp4\)"
+    ):
         pack_pages(cache, Role.KEY_BLOCK_SCALE)
     shared = Cache.create(form_cases.layout(full=(False, False)), 2)
-    with pytest.raises(ValueError, match=r"unpack_pages: no layer of this cache has index_key pages.*Ask for one of key"):
+    with pytest.raises(
+        ValueError, match=r"unpack_pages: no layer of this cache has index_key pages.*Ask for one of key"
+    ):
         unpack_pages(shared, Role.INDEX_KEY, jnp.zeros((1, 1), jnp.uint8))
     packed = pack_pages(cache, Role.INDEX_KEY)
     for wrong in (packed[:5], packed[:, :-4], packed.astype(jnp.int8), packed.reshape(-1)):
-        with pytest.raises(ValueError, match=r"unpack_pages: packed is .*wanted uint8\[6, 272\].*Create the cache with the"):
+        with pytest.raises(
+            ValueError, match=r"unpack_pages: packed is .*wanted uint8\[6, 272\].*Create the cache with the"
+        ):
             unpack_pages(cache, Role.INDEX_KEY, wrong)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from compile_without_gpu import compile_case
 
 pytestmark = pytest.mark.compile
@@ -41,6 +42,15 @@ def test_hopper_kernel_compiles_without_spills(compile_environment, options):
     assert not result["spilled"], result
 
 
+@pytest.mark.parametrize(
+    "options", [dict(heads=64), dict(heads=32, page_size=32), dict(page_size=128)], ids=name
+)
+def test_hopper_prefill_compiles_without_spills(compile_environment, options):
+    result = compile_case(compile_environment, "sm90", "compile_cases:paged_logits_prefill", **options)
+    assert "mosaic_gpu" in " ".join(result.get("calls", [])), result
+    assert not result["spilled"], result
+
+
 @pytest.mark.parametrize(("card", "options"), EVERYWHERE, ids=name)
 def test_triton_kernel_compiles(compile_environment, card, options):
     result = compile_case(compile_environment, card, CASE, kernel="triton", **options)
@@ -70,5 +80,5 @@ def test_hopper_kernel_is_refused_elsewhere(compile_environment, card):
 
 
 def test_a_process_that_dies_is_reported(compile_environment):
-    result = compile_case(compile_environment, "sm90", "os:_exit")
+    result = compile_case(compile_environment, "sm90", "os:abort")
     assert "exit code" in result.get("died", ""), result

@@ -59,7 +59,9 @@ def test_every_code():
 @pytest.mark.parametrize("rule", ["deepgemm", "even"])
 def test_rounding_next_to_ties(rule):
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
-    around = np.concatenate([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(9))])
+    around = np.concatenate(
+        [np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(9))]
+    )
     around = np.concatenate([around, -around, [7, 1e30, np.inf, -np.inf]]).astype(np.float32)
     wanted = [numpy_forms.e2m1_code(x, rule) for x in around]
     assert quant.encode_e2m1(jnp.asarray(around), rule).tolist() == wanted
@@ -94,7 +96,10 @@ def test_scale_next_to_powers_of_two(quantize):
     vectors = np.repeat(inputs[:, None], 128, axis=1)
     codes, scale = quantize(jnp.asarray(vectors), "deepgemm")
     exponents = np.asarray(scale).view(np.uint8).reshape(3, -1, 4)
-    np.testing.assert_array_equal(exponents, np.broadcast_to(np.arange(115, 227)[:, None], (112, 4)) + np.array([0, 0, 1])[:, None, None])
+    np.testing.assert_array_equal(
+        exponents,
+        np.broadcast_to(np.arange(115, 227)[:, None], (112, 4)) + np.array([0, 0, 1])[:, None, None],
+    )
     assert np.unique(np.asarray(codes)[:224]).tolist() == [0x77]  # 6 and 6
     assert np.unique(np.asarray(codes)[224:]).tolist() == [0x55]  # a little over 3
 
@@ -143,6 +148,19 @@ def test_inside_one_jit_the_bytes_decide():
     assert np.abs(np.asarray(both) - np.asarray(vectors)).max() > 0.01
 
 
+def test_x64_changes_no_byte(quantize):
+    """Whoever enables 64-bit types gets the same codes, scales, values and dtypes."""
+    vectors = np.random.default_rng(4).normal(size=(3, 128)).astype(np.float32)
+    codes, scale = quantize(jnp.asarray(vectors), "deepgemm")
+    with jax.enable_x64(True):
+        again, scale_again = jax.jit(lambda x: quant.quantize_fp4(x))(vectors)
+        values = jax.jit(lambda c, s: quant.dequantize_fp4(c, s))(again, scale_again)
+    np.testing.assert_array_equal(again, codes)
+    np.testing.assert_array_equal(scale_again, scale)
+    np.testing.assert_array_equal(values, quant.dequantize_fp4(codes, scale))
+    assert (again.dtype, scale_again.dtype, values.dtype) == (jnp.uint8, jnp.int32, jnp.float32)
+
+
 def test_golden_logits(quantize):
     """Structured queries and keys, their scores in float64 from the library's bytes, all scales inside the product."""
     bf16 = lambda x: np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -151,13 +169,17 @@ def test_golden_logits(quantize):
     k, k_scale = quantize(jnp.asarray(bf16((1 + t) * np.cos(0.07 * (t + 1) * (d + 1)))), "deepgemm")
     assert np.asarray(k_scale)[[0, 5]].tobytes() == bytes([125] * 4 + [127] * 4)
     weights = ((np.arange(64) % 5) - 1) / 8 * 64**-0.5 * 128**-0.5
-    values = [numpy_forms.dequantize_fp4(np.asarray(c), np.asarray(s)) for c, s in ((q, q_scale), (k, k_scale))]
+    values = [
+        numpy_forms.dequantize_fp4(np.asarray(c), np.asarray(s)) for c, s in ((q, q_scale), (k, k_scale))
+    ]
     got = numpy_model.scores(values[0], weights, values[1])
     np.testing.assert_allclose(got, [0.003625, 0.104314, -0.032282, 0.502795, 0.359078, 0.583674], atol=1e-5)
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"quantize_fp4: x has last dimension 64; wanted 128.*fp8 or f32 form"):
+    with pytest.raises(
+        ValueError, match=r"quantize_fp4: x has last dimension 64; wanted 128.*fp8 or f32 form"
+    ):
         quant.quantize_fp4(jnp.zeros((2, 64)))
     with pytest.raises(ValueError, match=r"tie_rule is 'odd'; wanted 'deepgemm'.*'even'"):
         quant.quantize_fp4(jnp.zeros((2, 128)), "odd")  # pyright: ignore[reportArgumentType]

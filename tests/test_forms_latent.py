@@ -20,7 +20,9 @@ encode = jax.jit(quant.encode_latent, static_argnums=(2, 3))
 decode = jax.jit(quant.decode_latent, static_argnums=(1, 2))
 
 
-def tokens(count: int = 30, latent: int = 512, rope: int = 64, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def tokens(
+    count: int = 30, latent: int = 512, rope: int = 64, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Latents and rotary keys of very different sizes, in bfloat16's values, with zero tokens and zero tiles."""
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** rng.integers(-12, 8, (count, 1))
@@ -46,7 +48,9 @@ def test_bytes_and_values(form, key_scale):
     got = decode(entry, form, key_scale)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, values, rtol=3e-7, atol=0)
-    both = jax.jit(lambda c, r: quant.decode_latent(quant.encode_latent(c, r, form, key_scale), form, key_scale))
+    both = jax.jit(
+        lambda c, r: quant.decode_latent(quant.encode_latent(c, r, form, key_scale), form, key_scale)
+    )
     np.testing.assert_array_equal(both(latent, rope), got)
 
 
@@ -57,6 +61,21 @@ def test_scale_as_an_array(form):
     traced = jax.jit(lambda c, r, s: quant.encode_latent(c, r, form, s))(latent, rope, jnp.float32(3.7))
     for name, part in encode(latent, rope, form, 3.7).items():
         np.testing.assert_array_equal(traced[name], part)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_x64_changes_no_byte(form):
+    """Whoever enables 64-bit types gets the same bytes and values."""
+    latent, rope = tokens(4)
+    entry = encode(latent, rope, form, None)
+    with jax.enable_x64(True):
+        again = jax.jit(lambda c, r: quant.encode_latent(c, r, form))(latent, rope)
+        values = jax.jit(lambda e: quant.decode_latent(e, form))(again)
+    assert values.dtype == jnp.float32
+    np.testing.assert_array_equal(values, decode(entry, form, None))
+    for name, part in entry.items():
+        assert again[name].dtype == part.dtype
+        assert np.asarray(again[name]).tobytes() == np.asarray(part).tobytes()
 
 
 def test_rounding_is_not_that_of_a_reciprocal():
@@ -109,7 +128,24 @@ def test_nvfp4_by_hand():
     packed, scale = quant.quantize_nvfp4(jnp.asarray(group[None]), 0.5)
     assert np.asarray(scale).tolist() == [[0x48]]
     # halves: 6 -6 .5 .25 -.25 .75 1.25 1.75 0 -0 3.5 4.5 5 5.5 1.5 2.5, ties to even codes
-    assert numpy_forms.unpack(np.asarray(packed)[0]).tolist() == [7, 15, 1, 0, 8, 2, 2, 4, 0, 8, 6, 6, 6, 7, 3, 4]
+    assert numpy_forms.unpack(np.asarray(packed)[0]).tolist() == [
+        7,
+        15,
+        1,
+        0,
+        8,
+        2,
+        2,
+        4,
+        0,
+        8,
+        6,
+        6,
+        6,
+        7,
+        3,
+        4,
+    ]
 
 
 def test_nvfp4_scale_rounds_to_nearest():
@@ -124,7 +160,9 @@ def test_nvfp4_scale_rounds_to_nearest():
 
 def test_nvfp4_small_and_large_groups():
     """A group whose scale rounds to 0 is zero; one beyond 6 * 448 * global saturates at that value."""
-    groups = np.stack([np.full(16, 6 * 2.0**-11), np.full(16, 6 * 2.0**-9), np.full(16, 1e6)]).astype(np.float32)
+    groups = np.stack([np.full(16, 6 * 2.0**-11), np.full(16, 6 * 2.0**-9), np.full(16, 1e6)]).astype(
+        np.float32
+    )
     packed, scale = quant.quantize_nvfp4(jnp.asarray(groups), 1.0)
     assert np.asarray(scale)[:, 0].tolist() == [0, 1, 0x7E]
     values = np.asarray(quant.dequantize_nvfp4(packed, scale, 1.0))
@@ -161,7 +199,9 @@ def test_bad_elements_stay_bad(form):
 
 def test_errors():
     latent, rope = (jnp.asarray(x) for x in tokens(2))
-    with pytest.raises(ValueError, match=r"encode_latent: form is 'int8'; wanted bf16, f32, fp8, nvfp4 or fp8_ds_mla"):
+    with pytest.raises(
+        ValueError, match=r"encode_latent: form is 'int8'; wanted bf16, f32, fp8, nvfp4 or fp8_ds_mla"
+    ):
         quant.encode_latent(latent, rope, "int8")
     with pytest.raises(ValueError, match=r"decode_latent: form is 'int8'.*Pass one of these storage forms"):
         quant.decode_latent({"key": latent}, "int8")

@@ -31,7 +31,9 @@ def normal(*shape: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("manager", ["v1", "v2"])
-@pytest.mark.parametrize(("form", "tie_rule"), [*((form, "deepgemm") for form in INDEX_FORMS), ("fp4", "even")])
+@pytest.mark.parametrize(
+    ("form", "tie_rule"), [*((form, "deepgemm") for form in INDEX_FORMS), ("fp4", "even")]
+)
 def test_index_keys(manager, form, tie_rule):
     """All bytes of all pools after appending to both owning layers of a poisoned cache."""
     layout = form_cases.layout(manager, index=form, tie_rule=tie_rule)
@@ -49,7 +51,16 @@ def test_index_keys(manager, form, tie_rule):
 @pytest.mark.parametrize("manager", ["v1", "v2"])
 @pytest.mark.parametrize(
     ("form", "page_size"),
-    [("bf16", 1), ("f32", 4), ("fp8", 1), ("fp8", 64), ("nvfp4", 1), ("nvfp4", 4), ("nvfp4", 64), ("fp8_ds_mla", 64)],
+    [
+        ("bf16", 1),
+        ("f32", 4),
+        ("fp8", 1),
+        ("fp8", 64),
+        ("nvfp4", 1),
+        ("nvfp4", 4),
+        ("nvfp4", 64),
+        ("fp8_ds_mla", 64),
+    ],
 )
 def test_latents(manager, form, page_size):
     """All bytes of all pools, block scales too, after appending to every layer of a poisoned cache."""
@@ -75,7 +86,9 @@ def test_block_scales_have_their_own_index():
     cache = replace(cache, block_scale_offsets=moved)
     facts = cases.batch(decodes=[(3, 1)], slots=5)
     latent, rope = form_cases.latents(cache.layout, 1)
-    after = ops.append_latent(cache, 0, jnp.asarray(latent), jnp.asarray(rope), cases.step(facts, cache.layout))
+    after = ops.append_latent(
+        cache, 0, jnp.asarray(latent), jnp.asarray(rope), cases.step(facts, cache.layout)
+    )
     assert after.key_scale is not None
     slot = facts.tables[0][0]
     assert np.unique(np.asarray(after.key_scale).nonzero()[0]).tolist() == [slot * 3 + 2]
@@ -146,7 +159,10 @@ def test_gathered_fp4_keys_are_the_bytes(manager, page_size):
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_paged_scores(manager, form, page_size):
     """Contexts, decode requests and padding; the same -inf places and the model's scores."""
-    layout, facts = form_cases.layout(manager, index=form, page_size=page_size), cases.batch(**RAGGED, page_size=page_size)
+    layout, facts = (
+        form_cases.layout(manager, index=form, page_size=page_size),
+        cases.batch(**RAGGED, page_size=page_size),
+    )
     cache, keys = filled(layout, facts)
     tokens, weights = facts.tokens(), normal(len(facts.tokens()), HEADS, seed=3)
     q, q_values, factor = form_cases.query(layout, normal(len(tokens), HEADS, 128, seed=2))
@@ -213,7 +229,11 @@ def test_attention(manager, form):
     cache = form_cases.write_entry(cases.poisoned(layout), 1, written, entry)
     known = dict(zip(written, numpy_forms.latent_values(entry, form, scale or 1.0), strict=True))
     rows = np.full((4, 6), -1, np.int32)
-    rows[0], rows[1, [1, 4]], rows[2, [0, 5]] = written[:6], written[6:8], [written[8], cases.SLOTS * layout.page_size]
+    rows[0], rows[1, [1, 4]], rows[2, [0, 5]] = (
+        written[:6],
+        written[6:8],
+        [written[8], cases.SLOTS * layout.page_size],
+    )
     q = normal(4, HEADS, layout.latent_dim + layout.rope_dim) / 4
     expected = [
         attention(q[t], np.array([known[r] for r in row if r in known]), layout.latent_dim, SCALE)
@@ -236,7 +256,9 @@ def test_the_default_scale_is_one(form):
     assert cases.pool_bytes(caches[0]) == cases.pool_bytes(caches[1])
     assert cases.pool_bytes(caches[0]) != cases.pool_bytes(caches[2])
     rows, q = jnp.asarray(facts.derive()["rows"])[:, None], normal(1, HEADS, 32)
-    out = [form_cases.sparse_mla(q, caches[0], 0, rows, SCALE, key_scale=scale)[0] for scale in (None, 1.0, 2.0)]
+    out = [
+        form_cases.sparse_mla(q, caches[0], 0, rows, SCALE, key_scale=scale)[0] for scale in (None, 1.0, 2.0)
+    ]
     np.testing.assert_array_equal(out[0], out[1])
     np.testing.assert_allclose(out[2], 2 * out[0], rtol=1e-6)
 
@@ -260,7 +282,11 @@ def test_quantize_index_k_forms():
 def test_queries_that_are_not_in_the_keys_form(op):
     facts = cases.batch(decodes=[(1, 1), (1, 1)])
     pair = jnp.zeros((2, HEADS, 64), jnp.uint8), jnp.zeros((2, HEADS), jnp.int32)
-    codes, floats, weights = jnp.zeros((2, HEADS, 128), jnp.uint8), jnp.zeros((2, HEADS, 128)), jnp.zeros((2, HEADS))
+    codes, floats, weights = (
+        jnp.zeros((2, HEADS, 128), jnp.uint8),
+        jnp.zeros((2, HEADS, 128)),
+        jnp.zeros((2, HEADS)),
+    )
 
     def call(form, q):
         layout = form_cases.layout(index=form)
@@ -298,7 +324,9 @@ def test_contiguous_queries_and_keys_of_two_forms():
         (pair, (packed, words[:2])),
         ((jnp.zeros((1, 2, 32), jnp.uint8), pair[1]), (packed[:, :32], words)),
     ):
-        with pytest.raises(ValueError, match=r"mqa_logits: .*both FP4 pairs of packed codes and int32 scales"):
+        with pytest.raises(
+            ValueError, match=r"mqa_logits: .*both FP4 pairs of packed codes and int32 scales"
+        ):
             ops.mqa_logits(q, k, *windows)
 
 
@@ -333,7 +361,11 @@ def test_scales_that_a_form_has_not(form):
 def test_planted_scale_folded_into_fp4_weights_is_seen(monkeypatch):
     """Reading FP4 keys without their block scales changes the scores: the test of scores must see it."""
     original = quant.dequantize_fp4
-    monkeypatch.setattr("dsa_jax.quant.fp4.dequantize_fp4", lambda c, s: original(c, jnp.full_like(s, 0x7F7F7F7F)))
-    monkeypatch.setattr(cases, "paged_mqa_logits", lambda *a: ops.paged_mqa_logits(*jax.tree.map(jnp.asarray, a[:2]), *a[2:]))
+    monkeypatch.setattr(
+        "dsa_jax.quant.fp4.dequantize_fp4", lambda c, s: original(c, jnp.full_like(s, 0x7F7F7F7F))
+    )
+    monkeypatch.setattr(
+        cases, "paged_mqa_logits", lambda *a: ops.paged_mqa_logits(*jax.tree.map(jnp.asarray, a[:2]), *a[2:])
+    )
     with pytest.raises(AssertionError):
         test_paged_scores("v2", "fp4", 4)

@@ -29,7 +29,9 @@ def histories(draw):
     full = (True, *draw(st.lists(st.booleans(), min_size=0, max_size=4)))
     layers = draw(st.permutations(range(len(full))))[: draw(st.integers(1, len(full)))]
     manager = draw(st.sampled_from(["v1", "v2"]))
-    steps = draw(st.lists(st.tuples(st.integers(0, len(layers) - 1), st.integers(0, 2**16)), min_size=1, max_size=3))
+    steps = draw(
+        st.lists(st.tuples(st.integers(0, len(layers) - 1), st.integers(0, 2**16)), min_size=1, max_size=3)
+    )
     return key, index, page_size, full, tuple(layers), manager, steps
 
 
@@ -75,7 +77,10 @@ def check(history) -> None:
             owners = cases.owners(pool.layout, name)
             pages = np.asarray(pool.pages(name))
             pages = pages.reshape(SLOTS, sum(owners), *pages.shape[1:])[:, sum(owners[:layer])]
-            assert np.ascontiguousarray(pages).tobytes() == np.asarray(own.pages(name)).tobytes(), (layer, name)
+            assert np.ascontiguousarray(pages).tobytes() == np.asarray(own.pages(name)).tobytes(), (
+                layer,
+                name,
+            )
     assert sum(own.nbytes for own in alone) == pool.nbytes
 
 

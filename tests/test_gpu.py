@@ -110,6 +110,35 @@ def test_paged_logits(implementation, manager, page_size, next_n, heads):
         )
 
 
+@pytest.mark.parametrize(("manager", "page_size", "heads"), [("v2", 64, 64), ("v1", 32, 32)])
+def test_context_logits(manager, page_size, heads):
+    """Ragged contexts with a cached prefix, a fresh one, an empty one, and padding."""
+    layout = layout_of(manager, page_size)
+    lens, new = [700, 0, 65, 300], [130, 0, 65, 7]
+    tables = [list(range(40, 63)), [], [3, 1, 9], [5, 7, 2, 11, 12, 13, 14, 15, 16, 17]]
+    fill = StepMetadata.create(
+        layout, Bucket(context_requests=4, context_tokens=sum(lens), table_width=24), tables, lens, lens
+    )
+    keys = jax.random.normal(jax.random.key(0), (sum(lens), 128), jnp.bfloat16)
+    append = lambda c, m, k: ops.append_index_k(c, LAYER, k, m.derive(), implementation="xla")
+    cache = on_card(append, poisoned(layout, 70), fill, keys)
+    bucket = Bucket(context_requests=4, context_tokens=220, table_width=24)
+    meta = StepMetadata.create(layout, bucket, tables, lens, new)
+    q, scale = quant.quantize_fp8(jax.random.normal(jax.random.key(1), (220, heads, 128)))
+    weights = jax.random.normal(jax.random.key(2), (220, heads)) * scale
+
+    def run(cache, meta, q, weights, implementation):
+        return ops.paged_mqa_logits(q, weights, cache, LAYER, meta.derive(), implementation=implementation)
+
+    got, want = (
+        np.asarray(on_card(run, cache, meta, q, weights, implementation=i)) for i in ("mosaic", "xla")
+    )
+    visible = np.arange(got.shape[1])[None] < np.asarray(meta.derive().limits)[:, None]
+    assert np.isneginf(got[~visible]).all()
+    assert np.isfinite(got[visible]).all()
+    assert calc_diff(np.where(visible, got, 0), np.where(visible, want, 0)) < 5e-6
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "k"), [(64, 32768, 2048), (5, 131072, 2048), (300, 700, 64), (3, 7, 16)]
 )
@@ -194,6 +223,31 @@ def test_sparse_mla(implementation, heads):
     assert close.mean() > 0.9999 and calc_diff(out, want) < 5e-6
     kept = np.isfinite(np.asarray(want_lse))
     np.testing.assert_allclose(np.asarray(lse)[kept], np.asarray(want_lse)[kept], atol=1e-4, rtol=1e-4)
+
+
+def test_sparse_mla_of_656_byte_tokens():
+    layout = layout_of(key="fp8_ds_mla")
+    bucket = Bucket(context_requests=1, context_tokens=1024, table_width=16)
+    meta = StepMetadata.create(layout, bucket, [list(range(3, 19))], [1024], [1024])
+    latent, rope = (
+        jax.random.normal(jax.random.key(i), (1024, n), jnp.bfloat16) for i, n in ((0, 512), (1, 64))
+    )
+    append = lambda c: ops.append_latent(c, LAYER, latent, rope, meta.derive(), implementation="xla")
+    cache = on_card(append, poisoned(layout, 20))
+    rng = np.random.default_rng(0)
+    rows = np.stack([192 + rng.permutation(1024)[:256] for _ in range(5)]).astype(np.int32)
+    rows[1, ::3], rows[2] = -1, -1
+    q = jnp.clip(jax.random.normal(jax.random.key(2), (5, 128, 576), jnp.bfloat16), -1, 1)
+
+    def run(q, cache, rows, implementation):
+        return ops.sparse_mla(q, cache, LAYER, rows, 0.05, implementation=implementation)
+
+    out, lse = on_card(run, q, cache, jnp.array(rows), implementation="mosaic")
+    want, want_lse = on_card(run, q.astype(jnp.float32), cache, jnp.array(rows), implementation="xla")
+    assert np.isneginf(np.asarray(lse)[2]).all()
+    assert calc_diff(out, want) < 1e-5
+    kept = np.isfinite(np.asarray(want_lse))
+    np.testing.assert_allclose(np.asarray(lse)[kept], np.asarray(want_lse)[kept], atol=2e-3, rtol=2e-3)
 
 
 def test_the_library_chooses_kernels_here():

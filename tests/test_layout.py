@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from layout_cases import array_bytes, narrow_config, small_config
 
 from dsa_jax import layout as layout_module
 from dsa_jax.layout import AddressMode, CacheLayout, Role
+from layout_cases import array_bytes, narrow_config, small_config
 
 MANAGERS = ("v1", "v2")
 KEY_FORMS = {"bf16": 1152, "f32": 2304, "fp8": 576, "nvfp4": 324, "fp8_ds_mla": 656}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from layout_cases import small_config
 
 from dsa_jax import layout as layout_module
 from dsa_jax.config import preset
 from dsa_jax.layout import CacheLayout, Role
 from dsa_jax.layout_v1 import v1_rows
+from layout_cases import small_config
 
 MANAGERS = ("v1", "v2")
 

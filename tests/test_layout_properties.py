@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import array_bytes, small_config
 
 from dsa_jax.coalesce import Buffer, LayerBuffers, coalesce, find_buffer
 from dsa_jax.layout import AddressMode, CacheLayout, Role
+from layout_cases import array_bytes, small_config
 
 few = settings(max_examples=40, deadline=None)
 role_sizes = st.dictionaries(

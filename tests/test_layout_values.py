@@ -7,10 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from layout_cases import narrow_config, small_config
 
 from dsa_jax.config import preset
 from dsa_jax.layout import CacheLayout, Role
+from layout_cases import narrow_config, small_config
 
 MANAGERS = ("v1", "v2")
 

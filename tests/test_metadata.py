@@ -236,7 +236,9 @@ def test_planted_clamp_is_seen(monkeypatch):
 
     monkeypatch.setattr(metadata_module, "rows_of", clamped)
     with pytest.raises(AssertionError):
-        check(cases.batch([(7, 3)], [(9, 1)], padding=1, next_n=2), derive=jax.jit(lambda meta: meta.derive()))
+        check(
+            cases.batch([(7, 3)], [(9, 1)], padding=1, next_n=2), derive=jax.jit(lambda meta: meta.derive())
+        )
 
 
 def test_planted_total_length_windows_are_seen():
@@ -327,6 +329,15 @@ def test_wider_tables_are_cut_and_narrower_ones_refused():
     assert meta.page_table[0].tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="needs 4 pages, the table is 3 wide"):
         create([[1, 2, 3, 4, 5]], [13], [1])
+
+
+def test_two_requests_may_read_a_page_but_not_write_it():
+    """A shared prefix is fine; two requests whose new tokens go to one page are named."""
+    assert create([[3, 1], [3, 2]], [5, 6], [1, 2]).page_table.tolist() == [[3, 1, -1], [3, 2, -1]]
+    with pytest.raises(ValueError, match="requests 0 and 1 both add tokens to the page in slot 3"):
+        create([[3], [3]], [2, 2], [1, 1])
+    with pytest.raises(ValueError, match="requests 0 and 1 both add tokens to the page in slot 1"):
+        create([[3, 1], [0, 1]], [6, 5], [2, 1])
 
 
 def test_validate_sees_arrays_that_do_not_fit():

@@ -24,14 +24,14 @@ LONGEST_FILE = 500
 FLOORS = (
     ("compat", "forms", "quant", "hf_fields", "rope_parameters", "full_layers", "config", "presets"),
     ("page_index", "coalesce", "pool_views", "typed_arrays", "layout_v1", "layout", "layout_text"),
-    ("planning", "sizing", "selection"),
+    ("planning", "sizing", "selection", "chunking"),
     ("codec", "cache", "metadata", "transfer"),
     ("xla", "pallas"),
     ("ops",),
-    ("pages",),
+    ("pages", "support"),
     ("draft", "sharding"),
     ("models", "loops"),
-    ("engine",),
+    ("engine", "draft_engine"),
     ("cli", "viz"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

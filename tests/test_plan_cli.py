@@ -22,19 +22,26 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_json_is_the_plan(capsys):
-    arguments = "glm-5.2 --gpu-memory 141GB --weights 90GB --kv-dtype fp8_ds_mla --index-dtype fp4 --batch 4 --context 131072"
-    code, out, err = run(capsys, *arguments.split(), "--json")
+    arguments = "glm-5.2 --gpu-memory 141GB --weights 90GB --kv-dtype fp8_ds_mla --index-dtype fp4"
+    code, out, err = run(capsys, *arguments.split(), "--batch", "4", "--context", "131072", "--json")
     assert (code, err) == (0, "")
     wanted = plan(
-        preset("glm-5.2"), gpu_memory=141 * 10**9, weight_bytes=90 * 10**9, key_form="fp8_ds_mla", index_form="fp4",
-        batch=4, context=131072,
+        preset("glm-5.2"),
+        gpu_memory=141 * 10**9,
+        weight_bytes=90 * 10**9,
+        key_form="fp8_ds_mla",
+        index_form="fp4",
+        batch=4,
+        context=131072,
     )
     assert json.loads(out) == {"model": "glm-5.2"} | wanted.to_dict()
     assert wanted.layout.bytes_per_token == 78 * 656 + 21 * 68
 
 
 def test_table_is_the_plan(capsys):
-    code, out, _ = run(capsys, "deepseek-v3.2", "--gpu-memory", "80GiB", "--page-size", "32", "--context", "4096")
+    code, out, _ = run(
+        capsys, "deepseek-v3.2", "--gpu-memory", "80GiB", "--page-size", "32", "--context", "4096"
+    )
     wanted = plan(preset("deepseek-v3.2"), gpu_memory=80 * 2**30, page_size=32, context=4096)
     assert code == 0
     assert out == f"deepseek-v3.2\n{wanted.table()}\n"
@@ -78,10 +85,16 @@ def test_a_batch_that_does_not_fit_is_an_answer(capsys):
         ("glm-5.2 --gpu-memory 80GB --weights much", "'much' is no size; write"),
         ("glm-5.2 --gpu-memory 80GB --kv-dtype int8", "bf16"),
         ("glm-5.2 --gpu-memory 80GB --page-size 48", "a power of two from 1 to 256 tokens; use 64"),
-        ("glm-5.2 --gpu-memory 80GB --kv-dtype fp8_ds_mla --page-size 32", "use page_size=64 or another key_form"),
+        (
+            "glm-5.2 --gpu-memory 80GB --kv-dtype fp8_ds_mla --page-size 32",
+            "use page_size=64 or another key_form",
+        ),
         ("glm-5.2 --gpu-memory 80GB --batch 0", "give a whole number of at least 1"),
         ("glm-5.2 --gpu-memory 80GB --context 2000000", "is longer than the model's 1048576 tokens"),
-        ("glm-5.2 --gpu-memory 80GB --weights 80GB", "use more memory, more ranks, a shorter context or a narrower form"),
+        (
+            "glm-5.2 --gpu-memory 80GB --weights 80GB",
+            "use more memory, more ranks, a shorter context or a narrower form",
+        ),
         ("no-such-model --gpu-memory 80GB", "one of the presets: deepseek-v3,"),
     ],
 )

@@ -119,6 +119,21 @@ def test_random_vectors(quantize, rule):
     np.testing.assert_array_equal(quantize(half, rule)[0], codes[300:])
 
 
+def test_x64_changes_no_byte(quantize):
+    """Whoever enables 64-bit types gets the same codes, scales and dtypes."""
+    vectors = np.random.default_rng(4).normal(size=(5, 16)).astype(np.float32)
+    codes, scale = quantize(jnp.asarray(vectors), "ue8m0")
+    with jax.enable_x64(True):
+        again, scale_again = jax.jit(lambda x: quant.quantize_fp8(x, "ue8m0"))(vectors)
+        values = jax.jit(quant.dequantize_fp8)(again, scale_again)
+        rotated = jax.jit(quant.hadamard)(vectors)
+    np.testing.assert_array_equal(again, codes)
+    np.testing.assert_array_equal(scale_again, scale)
+    assert (again.dtype, scale_again.dtype, values.dtype) == (jnp.uint8, jnp.float32, jnp.float32)
+    np.testing.assert_allclose(rotated, quant.hadamard(jnp.asarray(vectors)), rtol=1e-6, atol=1e-6)
+    assert rotated.dtype == jnp.float32
+
+
 def test_error_of_a_round_trip(quantize):
     """Half a step of e4m3: 1/16 of the value, or half the smallest step."""
     vectors = np.random.default_rng(2).normal(size=(50, 128)).astype(np.float32)

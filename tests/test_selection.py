@@ -7,7 +7,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-from layout_cases import small_config
 
 from dsa_jax.layout import CacheLayout
 from dsa_jax.selection import (
@@ -19,6 +18,7 @@ from dsa_jax.selection import (
     resolve_manager,
     select,
 )
+from layout_cases import small_config
 
 GLM = "GlmMoeDsaForCausalLM"
 FAMILY = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", GLM, "MistralLarge3ForCausalLM")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import array_bytes, small_config
 
 from dsa_jax.cache import Cache
 from dsa_jax.config import preset
@@ -31,6 +30,7 @@ from dsa_jax.sizing import (
     static_cost,
     tokens_for_quota,
 )
+from layout_cases import array_bytes, small_config
 
 GIB, GRAIN = 2**30, 2**21
 

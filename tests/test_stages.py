@@ -64,14 +64,16 @@ def test_index_ops_refuse_before_they_read(layer, index, monkeypatch):
         lambda layer: ops.paged_mqa_logits(q, weights, cache, layer, step),
         lambda layer: ops.select_tokens(q, weights, cache, layer, step, 2),
     ):
-        with pytest.raises(ValueError, match=r"shared-indexer layer.*use the selection of the nearest full layer"):
+        with pytest.raises(
+            ValueError, match=r"shared-indexer layer.*use the selection of the nearest full layer"
+        ):
             call(layer) if isinstance(layer, int) else jax.jit(call)(layer)
 
 
 @pytest.mark.parametrize("manager", ["v1", "v2"])
 @pytest.mark.parametrize("key", ["bf16", "f32", "fp8", "nvfp4", "fp8_ds_mla"])
 def test_a_step_runs(manager, key):
-    """The selection comes from the stage before; latents are written and attended in every layer, donated and in one trace."""
+    """The selection comes from the stage before; latents are written and attended in every layer, in one trace."""
     layout = stage(manager, key, page_size=form_cases.page_size_of(key))
     facts, traces = cases.batch(decodes=[(6, 1), (3, 1)], page_size=layout.page_size), []
     meta = cases.metadata(facts, layout)
@@ -89,7 +91,11 @@ def test_a_step_runs(manager, key):
     cache = cases.poisoned(layout)
     both = [form_cases.latents(layout, 2, seed=layer) for layer in range(3)]
     latents, ropes = (jnp.asarray(np.stack([pair[i] for pair in both])) for i in (0, 1))
-    q = np.random.default_rng(1).normal(size=(2, HEADS, layout.latent_dim + layout.rope_dim)).astype(np.float32)
+    q = (
+        np.random.default_rng(1)
+        .normal(size=(2, HEADS, layout.latent_dim + layout.rope_dim))
+        .astype(np.float32)
+    )
     positions = jnp.array([[5, -1], [2, -1]], jnp.int32)  # each its own token, the only ones written
     for _ in range(2):
         cache, outputs = jitted(cache, meta, latents, ropes, q, positions)

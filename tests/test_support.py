@@ -19,7 +19,8 @@ def test_kernels_are_claimed_and_the_cpu_runs_the_reference():
     )
     assert pick("paged_mqa_logits", "fp8 keys, decode", "H100, H200") == "mosaic"
     assert pick("paged_mqa_logits", "fp8 keys, decode", "A100") == "triton"
-    assert pick("paged_mqa_logits", "fp8 keys, contexts", "H100, H200") == "xla"
+    assert pick("paged_mqa_logits", "fp8 keys, contexts", "H100, H200") == "mosaic"
+    assert pick("paged_mqa_logits", "fp8 keys, contexts", "A100") == "xla"
     assert pick("topk_indices", "k up to 2,048", "A100") == "triton"
     assert pick("topk_indices", "larger k", "H100, H200") == "xla"
     assert {support.chosen(op, kernels(), support.CARDS["CPU"]) for op, _, kernels in support.rows()} == {

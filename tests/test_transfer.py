@@ -31,7 +31,15 @@ def test_tokens(manager, key, index, page_size):
     """In-bounds pairs of rows are copied in all layers and roles; -1 and rows past the cache copy nothing."""
     cache = random_cache(form_cases.layout(manager, key=key, index=index, page_size=page_size))
     rows = 3 * page_size
-    pairs = [(0, rows - 1), (rows - 1, 1 % rows), (-1, 0), (0, -1), (rows, 0), (1 % rows, rows), (-7, 2**31 - 1)]
+    pairs = [
+        (0, rows - 1),
+        (rows - 1, 1 % rows),
+        (-1, 0),
+        (0, -1),
+        (rows, 0),
+        (1 % rows, rows),
+        (-7, 2**31 - 1),
+    ]
     after = jax.jit(copy_tokens)(cache, ints([a for a, _ in pairs]), ints([b for _, b in pairs]))
     for name in cache.pools():
         wanted, source = by_slot(cache, name), by_slot(cache, name)
@@ -89,12 +97,18 @@ def test_in_place_and_without_a_new_trace(copy):
 
 def test_errors():
     cache = Cache.create(form_cases.layout(), 3)
-    with pytest.raises(ValueError, match=r"copy_tokens: source_rows is int32\[2\] and target_rows int32\[1\]; wanted int32\[n\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"copy_tokens: source_rows is int32\[2\] and target_rows int32\[1\]; wanted int32\[n\]",
+    ):
         copy_tokens(cache, ints([0, 1]), ints([0]))
     with pytest.raises(ValueError, match=r"copy_pages: source_slots is float32\[1\].*Pair every source"):
         copy_pages(cache, cache, jnp.zeros(1), ints([0]))
     other = Cache.create(form_cases.layout(index="fp4"), 3)
-    with pytest.raises(ValueError, match=r"copy_pages: the layouts differ.*index_key 136 B.*Create both caches with one layout"):
+    with pytest.raises(
+        ValueError,
+        match=r"copy_pages: the layouts differ.*index_key 136 B.*Create both caches with one layout",
+    ):
         copy_pages(cache, other, ints([0]), ints([0]))
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from dsa_jax import __version__
-from dsa_jax.cli import generate, layout
+from dsa_jax.cli import generate, layout, plan, support
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"dsa-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, layout):
+    for command in (generate, layout, plan, support):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

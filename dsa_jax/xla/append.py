@@ -10,30 +10,38 @@ from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 
 
-def quantize_index_k(k: Array, form: str, scale_rule: quant.ScaleRule) -> tuple[Array, Array | None]:
+def quantize_index_k(
+    k: Array, form: str, scale_rule: quant.ScaleRule = "ue8m0", tie_rule: quant.TieRule = "deepgemm"
+) -> tuple[Array, Array | None]:
     """Codes and scale of indexer keys ``[N, D]`` in a storage form; the ``f32`` form has no scale."""
-    if form == "f32":
-        return k.astype(jnp.float32), None
-    if form == "fp8":
-        return quant.quantize_fp8(k, scale_rule)
-    raise NotImplementedError(f"index form {form!r} is not implemented")
+    entry = quant.encode_index(k, form, scale_rule, tie_rule)
+    return entry["index_key"], entry.get("index_scale")
 
 
 def append_index_k(cache: Cache, layer: int | Array, k: Array, rows: Array) -> Cache:
     """Write quantised keys at ``rows``; a row of -1 writes nothing."""
-    data, scale = quantize_index_k(k, cache.layout.index_form, cache.layout.scale_rule)
-    written = {"index_key": _write(cache, "index_key", Role.INDEX_KEY, layer, rows, data)}
-    if scale is not None:
-        written["index_scale"] = _write(cache, "index_scale", Role.INDEX_KEY, layer, rows, scale)
-    return cache.replace_pages(**written)
+    layout = cache.layout
+    entry = quant.encode_index(k, layout.index_form, layout.scale_rule, layout.tie_rule)
+    return _write_entry(cache, layer, rows, entry)
 
 
-def append_latent(cache: Cache, layer: int | Array, latent: Array, k_rope: Array, rows: Array) -> Cache:
-    """Write latent and rotary key side by side at ``rows``; a row of -1 writes nothing."""
-    if cache.layout.key_form not in ("bf16", "f32"):
-        raise NotImplementedError(f"key form {cache.layout.key_form!r} is not implemented")
-    values = jnp.concatenate([latent.astype(cache.key.dtype), k_rope.astype(cache.key.dtype)], axis=-1)
-    return cache.replace_pages(key=_write(cache, "key", Role.KEY, layer, rows, values))
+def append_latent(
+    cache: Cache,
+    layer: int | Array,
+    latent: Array,
+    k_rope: Array,
+    rows: Array,
+    key_scale: Array | float | None = None,
+) -> Cache:
+    """Write latents and rotary keys, in the cache's form, at ``rows``; a row of -1 writes nothing."""
+    entry = quant.encode_latent(latent, k_rope, cache.layout.key_form, key_scale)
+    return _write_entry(cache, layer, rows, entry)
+
+
+def _write_entry(cache: Cache, layer: int | Array, rows: Array, entry: dict[str, Array]) -> Cache:
+    return cache.replace_pages(
+        **{name: _write(cache, name, cache.role(name), layer, rows, values) for name, values in entry.items()}
+    )
 
 
 def _write(cache: Cache, name: str, role: Role, layer: int | Array, rows: Array, values: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dsa_jax import quant
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 from dsa_jax.xla.gather import read_rows
@@ -15,22 +16,25 @@ SPARSE_BUDGET = 512 << 20
 
 
 def sparse_mla(
-    q: Array, cache: Cache, layer: int | Array, rows: Array, softmax_scale: float
+    q: Array,
+    cache: Cache,
+    layer: int | Array,
+    rows: Array,
+    softmax_scale: float,
+    key_scale: Array | float | None = None,
 ) -> tuple[Array, Array]:
     """``softmax(q k^T * scale) v`` over ``rows`` of the cache, where v is the latent part of the same row.
 
     Rows of -1 are masked by select, on scores and on values, so that whatever lies in memory for them cannot matter.
     """
-    if cache.layout.key_form not in ("bf16", "f32"):
-        raise NotImplementedError(f"key form {cache.layout.key_form!r} is not implemented")
-    latent, heads, keys = cache.layout.latent_dim, q.shape[1], rows.shape[1]
+    layout, heads, keys = cache.layout, q.shape[1], rows.shape[1]
+    latent, leaves = layout.latent_dim, [name for name in cache.pools() if cache.role(name) != Role.INDEX_KEY]
 
     def of_queries(chunk):
         q, rows = chunk
-        page_exists = (
-            cache.page_of(Role.KEY, layer, jnp.where(rows >= 0, rows // cache.layout.page_size, -1)) >= 0
-        )
-        values = read_rows(cache, "key", Role.KEY, layer, rows).astype(jnp.float32)
+        page_exists = cache.page_of(Role.KEY, layer, jnp.where(rows >= 0, rows // layout.page_size, -1)) >= 0
+        entry = {name: read_rows(cache, name, cache.role(name), layer, rows) for name in leaves}
+        values = quant.decode_latent(entry, layout.key_form, key_scale)
         out, lse = attend(q.astype(jnp.float32), values, page_exists, softmax_scale, latent)
         return jnp.concatenate([out, lse[:, :, None]], axis=-1)  # one array, so that chunks stack
 

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsa_jax.compat import Device
+from compile_without_gpu import compile_case
+from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import append_triton
 from dsa_jax.pallas.append_encode import e4m3_codes
 
@@ -222,3 +223,40 @@ def test_unsupported():
         append_triton.supported_on(card, page_size=48)
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         append_triton.supported_on(Device("cpu", "cpu"))
+
+
+def compiled_case(*, tokens, rule="ue8m0", slots=6_400):
+    """For `compile_without_gpu`: both pools in one launch, refused where `supported_on` says so."""
+
+    def run(k, latent, k_rope, rows, keys, scales, pages, layer):
+        append_triton.supported_on(target_device(), page_size=64)
+        places = dict(index_scale=61, index_offset=layer, key_scale=61, key_offset=3, scale_rule=rule)
+        return append_triton.append_both(k, latent, k_rope, rows, keys, scales, pages, **places)
+
+    pages = slots * 61
+    shapes = [
+        *(((tokens, n), jnp.bfloat16) for n in (128, 512, 64)),
+        ((tokens,), jnp.int32),
+        ((pages, 64, 128), jnp.uint8),
+        ((pages, 64), jnp.float32),
+        ((61 * 100, 64, 576), jnp.bfloat16),
+        ((), jnp.int32),
+    ]
+    return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("card", "options"),
+    [
+        ("sm80", {"tokens": 64}),
+        ("sm90", {"tokens": 64, "rule": "fp32"}),
+        ("sm90", {"tokens": 8_192}),
+        ("sm100", {"tokens": 64}),
+    ],
+)
+def test_compiles(compile_environment, card, options):
+    """One launch, FP8 by integer arithmetic, on a pool of 3.2 GB viewed as words without a copy."""
+    result = compile_case(compile_environment, card, "contracts.test_append_kernels:compiled_case", **options)
+    assert len(result.get("calls", [])) == 1, result
+    assert result["temp"] < 4_096, result

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsa_jax.compat import Device
+from compile_without_gpu import compile_case
+from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import append_triton, gather_triton
 
 LAYERS, SLOTS = 3, 6
@@ -106,3 +107,31 @@ def test_unsupported():
         gather_triton.supported_on(card, page_size=3)
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         gather_triton.supported_on(Device("cpu", "cpu"))
+
+
+def compiled_case(*, width, dtype="uint8"):
+    """For `compile_without_gpu`: a whole context out of a large pool, refused where `supported_on` says so."""
+
+    def run(rows, keys, scales):
+        gather_triton.supported_on(target_device(), page_size=64)
+        return gather_triton.gather_index_k(rows, keys, scales, page_scale=61, layer_offset=3)
+
+    shapes = ((131_072,), jnp.int32), ((390_400, 64, width), jnp.dtype(dtype)), ((390_400, 64), jnp.float32)
+    return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("card", "options"),
+    [
+        ("sm80", {"width": 128}),
+        ("sm90", {"width": 64}),
+        ("sm90", {"width": 128, "dtype": "float32"}),
+        ("sm100", {"width": 128}),
+    ],
+)
+def test_compiles(compile_environment, card, options):
+    """One launch, and no copy of the pool for its view as words."""
+    result = compile_case(compile_environment, card, "contracts.test_gather_kernels:compiled_case", **options)
+    assert len(result.get("calls", [])) == 1, result
+    assert result["temp"] < 4_096, result

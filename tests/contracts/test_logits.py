@@ -120,7 +120,7 @@ def test_float8_queries_are_codes(implementation):
     step = cases.step(facts, layout)
     as_float8 = jnp.asarray(q).view(jnp.float8_e4m3fn)
     np.testing.assert_array_equal(
-        ops.paged_mqa_logits(as_float8, jnp.asarray(weights), cache, 2, step, implementation=implementation),
+        cases.paged_mqa_logits(as_float8, weights, cache, 2, step, implementation=implementation),
         cases.paged_mqa_logits(q, weights, cache, 2, step, implementation=implementation),
     )
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dsa_jax.compat import Device
-from dsa_jax.pallas import paged_logits_mosaic, paged_logits_plan, paged_logits_triton
+from dsa_jax.compat import Device, target_device
+from dsa_jax.pallas import paged_logits_kernel, paged_logits_mosaic, paged_logits_plan, paged_logits_triton
 from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
 from numpy_model import E4M3, encode_e4m3, scores
 
@@ -100,7 +100,7 @@ CASES = {
 SCHEDULES = {
     "one token, pages of 64": dict(blocks=1, config=PagedLogitsConfig(compute_warpgroups=3, stages=3)),
     "two tokens, half tiles, odd table": dict(blocks=4, config=PagedLogitsConfig(stages=2, query_buffers=1)),
-    "three tokens, pages of two tiles": dict(blocks=40),
+    "three tokens, pages of two tiles": dict(blocks=12),
     "five tokens in two products": dict(blocks=2, config=PagedLogitsConfig(compute_warpgroups=1, stages=2)),
     "eight tokens": dict(blocks=3),
 }
@@ -166,10 +166,104 @@ def test_float8_queries_are_the_same_bytes():
 
 def test_the_race_detector_sees_a_missing_fence(monkeypatch):
     """Planted: without the fence, the copy engine may overwrite weights that are still being read."""
-    monkeypatch.setattr(paged_logits_mosaic.plgpu, "commit_smem", lambda: None)
+    monkeypatch.setattr(paged_logits_kernel.plgpu, "commit_smem", lambda: None)
     arguments, _ = scenario((70, 64, 65), n=1, heads=32, page_size=64, width=2)
     run(arguments, blocks=1, config=PagedLogitsConfig(query_buffers=1))
     assert races_found()
+
+
+@functools.cache
+def context_scenario(page_size: int):
+    """Packed tokens of three requests with 200, 70 and 33 keys, an empty request and padding; 19, 3 and 9 new tokens."""
+    heads, width = 32, 256 // page_size
+    held, new = (200, 70, 0, 33), (19, 3, 0, 9)
+    (_, _, keys, scales, table, _), _ = scenario(held, n=1, heads=heads, page_size=page_size, width=width)
+    requests = np.concatenate([np.full(count, r) for r, count in enumerate(new)] + [np.full(4, -1)]).astype(
+        np.int32
+    )
+    ends = [np.arange(length - count + 1, length + 1) for length, count in zip(held, new, strict=True)]
+    limits = np.concatenate([*ends, np.zeros(4)]).astype(np.int32)
+    rng = np.random.default_rng(1)
+    q = encode_e4m3(rng.normal(size=(len(requests), heads, 128)))
+    weights = rng.normal(size=(len(requests), heads)).astype(np.float32)
+    expected = np.full((len(requests), width * page_size), -np.inf)
+    for t, (r, limit) in enumerate(zip(requests, limits, strict=True)):
+        place = np.arange(limit)
+        page = table[r, place // page_size] * SCALE + LAYER_OFFSET
+        data, scale = keys[page, place % page_size], scales[page, place % page_size]
+        expected[t, :limit] = scores(E4M3[q[t]], weights[t], E4M3[data], scale)
+    return (q, weights, keys, scales, table, requests, limits), expected
+
+
+@pytest.mark.parametrize(
+    ("page_size", "group", "config"),
+    [
+        (64, 8, dict(stages=2)),
+        (32, 5, dict(stages=4, product_columns=64)),
+        (128, 16, dict(compute_warpgroups=1, stages=1, query_buffers=1)),
+    ],
+)
+def test_contexts(page_size, group, config):
+    """Groups of a request's tokens, the last of them smaller, none across two requests, padding filled."""
+    arguments, expected = context_scenario(page_size)
+    call = functools.partial(
+        paged_logits_mosaic.paged_logits_prefill,
+        page_scale=SCALE,
+        config=PagedLogitsConfig(group_columns=32 * group, **config),
+        blocks=3,
+        interpret=INTERPRETED,
+    )
+    got = jax.jit(call)(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)
+    check(np.asarray(got), expected)
+    assert not races_found()
+
+
+@pytest.mark.parametrize(
+    ("requests", "size", "wanted"),
+    [
+        ([0] * 5, 2, [(0, 0, 2), (0, 2, 2), (0, 4, 1)]),
+        ([0, 1, 1, 1, -1, -1, -1], 2, [(0, 0, 1), (1, 1, 2), (1, 3, 1), (-1, 4, 2), (-1, 6, 1)]),
+        ([3, 3, 3, 5], 4, [(3, 0, 3), (5, 3, 1)]),
+        ([-1, -1], 4, [(-1, 0, 2)]),
+    ],
+)
+def test_groups_of_context_tokens(requests, size, wanted):
+    groups = paged_logits_plan.context_groups(jnp.asarray(requests, jnp.int32), size=size, most_requests=6)
+    groups = [tuple(group) for group in np.asarray(groups).tolist()]
+    assert groups[: len(wanted)] == wanted
+    assert all(count == 0 for _, _, count in groups[len(wanted) :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_card(name, kernel):
+    """The compiled kernels, with the library's own schedules: right, and the same bits 20 times."""
+    case = CASES[name]
+    module = {"mosaic": paged_logits_mosaic, "triton": paged_logits_triton}[kernel]
+    fits = dict(heads=case["heads"], new_tokens=case["n"], page_size=case["page_size"])
+    try:
+        module.supported_on(target_device(), **fits)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    arguments, expected = scenario((case["width"] * case["page_size"], 0, 1, 63, 64, 65, 0, 257, 255), **case)
+    call = jax.jit(functools.partial(module.paged_logits_decode, page_scale=SCALE, layer_offset=LAYER_OFFSET))
+    arguments = [jnp.asarray(array) for array in arguments]
+    first = np.asarray(call(*arguments))
+    check(first, expected)
+    for _ in range(19):
+        np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
+
+
+@pytest.mark.gpu
+def test_contexts_on_the_card():
+    try:
+        paged_logits_mosaic.supported_on(target_device(), heads=32, new_tokens=1, page_size=64)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    arguments, expected = context_scenario(64)
+    call = jax.jit(functools.partial(paged_logits_mosaic.paged_logits_prefill, page_scale=SCALE))
+    check(np.asarray(call(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)), expected)
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsa_jax.compat import Device
+from compile_without_gpu import compile_case
+from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import topk_triton
 from dsa_jax.pallas.topk_triton import Config
 
@@ -177,23 +179,22 @@ def test_no_rows():
     assert topk_triton.topk(jnp.zeros((0, 64)), jnp.zeros(0, jnp.int32), 4).shape == (0, 4)
 
 
-def test_candidates_that_fit_no_tile_are_refused():
-    with pytest.raises(NotImplementedError, match="use longer spans"):
-        topk_triton.topk(
-            jnp.zeros((1, 40_000)), jnp.zeros(1, jnp.int32), 2_048, config=Config((1024,), 4, 2048)
-        )
+@pytest.mark.parametrize("config", [Config((1024,), 4, 2048), Config((4096,), 4, 40_960)])
+def test_candidates_that_fit_no_tile_are_refused(config):
+    """Too many spans for a merge, too many tiles for a candidate list."""
+    with pytest.raises(NotImplementedError, match="more candidates than a tile holds"):
+        topk_triton.topk(jnp.zeros((1, 40_000)), jnp.zeros(1, jnp.int32), 2_048, config=config)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [(1, 32_768), (64, 8_192), (64, 32_768), (4, 131_072), (64, 131_072), (1, 1 << 20), (9, 2_049)],
-)
+@pytest.mark.parametrize("columns", [1, 2_049, 8_192, 32_768, 131_072, 1 << 20])
 @pytest.mark.parametrize("k", [8, 2_048])
+@pytest.mark.parametrize("rows", [1, 4, 64, 4_096])
 def test_default_config_fits(rows, columns, k):
     """What the kernel requires of a configuration holds for the defaults, up to a million columns."""
     config = topk_triton.default_config(rows, columns, k)
     largest = config.tiles[-1]
     assert list(config.tiles) == sorted(config.tiles)
+    assert all(tile % (128 * config.warps) == 0 for tile in config.tiles)
     assert config.span % largest == 0
     spans = -(-columns // config.span)
     assert spans * k <= topk_triton.MAX_TILE
@@ -215,6 +216,29 @@ def test_unsupported(device, k, reason):
         topk_triton.supported_on(device, k=k)
 
 
-def test_supported():
-    for capability in ((8, 0), (9, 0), (10, 0)):
-        topk_triton.supported_on(Device("gpu", "card", capability), k=2_048)
+def compiled_case(*, rows, columns, k=2_048, paged=False):
+    """For `compile_without_gpu`: the kernel with its default configuration, refused where `supported_on` says so."""
+
+    def run(logits, limits, page_table, requests):
+        topk_triton.supported_on(target_device(), k=k)
+        paging = dict(page_table=page_table, requests=requests, page_size=64) if paged else {}
+        return topk_triton.topk(logits, limits, k, **paging)
+
+    shapes = (
+        ((rows, columns), jnp.float32),
+        ((rows,), jnp.int32),
+        ((rows, columns // 64), jnp.int32),
+        ((rows,), jnp.int32),
+    )
+    return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize(("rows", "columns", "launches"), [(64, 4_096, 1), (4, 131_072, 2)])
+def test_compiles(compile_environment, card, rows, columns, launches):
+    """Short rows take one launch, rows of several spans two; the candidates are the only workspace."""
+    case = "contracts.test_topk_kernels:compiled_case"
+    result = compile_case(compile_environment, card, case, rows=rows, columns=columns, paged=launches == 2)
+    assert len(result.get("calls", [])) == launches, result
+    assert result["temp"] <= rows * columns * 4, result

@@ -55,7 +55,8 @@ def test_b03_more_than_65535_query_rows(tokens):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "rule"), [(1, "ue8m0"), (4, "ue8m0"), (32, "ue8m0"), (64, "ue8m0"), (128, "ue8m0"), (4, "fp32")]
+    ("page_size", "rule"),
+    [(1, "ue8m0"), (4, "ue8m0"), (32, "ue8m0"), (64, "ue8m0"), (128, "ue8m0"), (4, "fp32")],
 )
 def test_b04_pages_are_planar(page_size, rule):
     """Token t holds ones times (t mod 8) + 1: gathered exactly; its scale lies at T*128 + 4t of the packed page."""

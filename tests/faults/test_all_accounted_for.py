@@ -61,8 +61,6 @@ SCENARIOS = [
 ]
 
 ELSEWHERE = {
-    "B07": "test_transfer.py::test_tokens",
-    "B08": "test_forms_fp4.py::test_golden_ties",
     "B44": "test_draft.py::test_target_is_untouched_when_the_draft_raises",
     "B60": "test_selection.py::test_every_combination_is_taken_or_refused_for_a_listed_reason",
 }

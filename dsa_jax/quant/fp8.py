@@ -1,15 +1,9 @@
-"""The only place that turns values into cache bytes and cache bytes into values.
-
-Quantised bytes are ``uint8`` everywhere: a float8 scatter copies its pool on CPU, and sm80 cannot load float8 at all.
-Scales that are powers of two are built from the bits of the float, because ``exp2(ceil(log2(x)))`` misses the right power
-next to powers of two.
-"""
+"""FP8: float8_e4m3fn codes, and vectors of them under one scale."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -35,8 +29,31 @@ def pow2_ceil(x: Array) -> Array:
     [1.0, 2.0, 0.5]
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    exponent = lax.shift_right_logical(bits, 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
-    return lax.bitcast_convert_type(lax.shift_left(jnp.clip(exponent, 1, 254), 23), jnp.float32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
+    return lax.bitcast_convert_type(jnp.clip(exponent, 1, 254) << 23, jnp.float32)
+
+
+def exact_divide(x: Array, divisor: Array | float) -> Array:
+    """``x / divisor`` correctly rounded; ``divisor`` is broadcast.
+
+    XLA turns a division by a constant or by a broadcast value into a multiplication by its reciprocal, which is off by a
+    unit in the last place for every third input, and the code next to a rounding boundary changes. A divisor that depends
+    on ``x`` is left alone. Divisors that are powers of two need no such care.
+
+    Args:
+        x: ``float32`` of any shape.
+        divisor: ``float32`` that broadcasts to it (same rank, or a scalar).
+    """
+    return x / jnp.where(jnp.isnan(x), jnp.float32(1), jnp.asarray(divisor, jnp.float32))
+
+
+def finite_amax(x: Array) -> Array:
+    """Greatest finite magnitude along the last axis, 0 if there is none.
+
+    An infinite element must not make the scale infinite (0/inf and inf/inf would ruin the other elements).
+    """
+    magnitude = jnp.abs(x)
+    return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), axis=-1)
 
 
 def encode_e4m3(x: Array) -> Array:
@@ -102,14 +119,10 @@ def quantize_fp8(x: Array, scale_rule: ScaleRule = "ue8m0") -> tuple[Array, Arra
             "Pass one of the two."
         )
     x = x.astype(jnp.float32)
-    magnitude = jnp.abs(x)
-    # An infinite element must not make the scale infinite (0/inf and inf/inf would ruin the other elements).
-    finite = jnp.where(jnp.isfinite(magnitude), magnitude, 0.0)
-    amax = jnp.maximum(jnp.max(finite, axis=-1), AMAX_FLOOR)
-    scale = amax * jnp.float32(1.0 / E4M3_MAX)
+    scale = jnp.maximum(finite_amax(x), AMAX_FLOOR) * jnp.float32(1.0 / E4M3_MAX)
     if scale_rule == "ue8m0":
         scale = pow2_ceil(scale)
-    return encode_e4m3(x / scale[..., None]), scale
+    return encode_e4m3(exact_divide(x, scale[..., None])), scale
 
 
 def dequantize_fp8(codes: Array, scale: Array) -> Array:
@@ -123,40 +136,3 @@ def dequantize_fp8(codes: Array, scale: Array) -> Array:
         ``float32[..., D]``.
     """
     return decode_e4m3(codes) * scale[..., None]
-
-
-def hadamard(x: Array) -> Array:
-    """Multiply by the Sylvester Hadamard matrix times ``D**-0.5``: orthonormal, symmetric, its own inverse.
-
-    Applied to query and key together it leaves their dot product unchanged and spreads outliers before quantisation
-    (DeepSeek-V3.2's indexer). Computed in float32.
-
-    Args:
-        x: floats ``[..., D]``, D a power of two.
-
-    Returns:
-        The rotated vectors, in the dtype of ``x``.
-
-    Raises:
-        ValueError: if D is not a power of two.
-
-    >>> hadamard(jnp.array([2.0, 0.0, 0.0, 0.0], jnp.float32)).tolist()
-    [1.0, 1.0, 1.0, 1.0]
-    """
-    width = x.shape[-1]
-    if width < 1 or width & (width - 1):
-        raise ValueError(
-            f"hadamard: x has last dimension {width}; wanted a power of two. Pad the head dimension, or switch the "
-            "Hadamard rotation off in the layout and the model."
-        )
-    return jnp.matmul(x.astype(jnp.float32), _hadamard_matrix(width), precision=lax.Precision.HIGHEST).astype(
-        x.dtype
-    )
-
-
-def _hadamard_matrix(width: int) -> Array:
-    """Sylvester's matrix, entry (i, j) = (-1)**popcount(i & j), times ``width**-0.5``."""
-    index = jnp.arange(width, dtype=jnp.int32)
-    odd = lax.population_count(index[:, None] & index[None, :]) & 1
-    with jax.numpy_dtype_promotion("standard"):
-        return (1 - 2 * odd).astype(jnp.float32) * (width**-0.5)

@@ -92,8 +92,9 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
-    """Scores of decode rows for FP8 keys: wgmma on Hopper, integer decoding elsewhere."""
+    """Scores for FP8 keys: wgmma on Hopper, for decode rows and contexts; integer decoding elsewhere, for decode rows."""
     layout, bucket = cache.layout, step.bucket
+    decode = bool(bucket.decode_requests)
 
     def kernel(name: str) -> Any:
         if name == "mosaic":
@@ -106,25 +107,36 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         def supported(device: Device) -> None:
             _need_gpu(device)
             _need("index_form", layout.index_form, ("fp8",))
-            if not bucket.decode_requests:
-                raise NotImplementedError("the kernel scores decode requests; contexts have no kernel yet")
+            if not decode and name == "triton":
+                raise NotImplementedError(
+                    "the kernel scores decode requests; contexts have a Hopper kernel only"
+                )
             kernel(name).supported_on(
                 device,
                 heads=heads,
-                new_tokens=bucket.next_n,
+                new_tokens=bucket.next_n if decode else 1,
                 page_size=layout.page_size,
                 head_dim=layout.index_head_dim,
             )
 
         def run(q: Array, weights: Array, cache: Cache, layer: int | Array, step: Step) -> Array:
-            grid = (bucket.decode_requests, bucket.next_n)
             offset = cache.layer_offset(Role.INDEX_KEY, layer)
             limits = step.limits if _is_known(layer) else jnp.where(offset >= 0, step.limits, 0)
+            weights, keys, scales = (
+                weights.astype(jnp.float32),
+                cache.pages("index_key"),
+                cache.pages("index_scale"),
+            )
+            place: Any = {"page_scale": layout.scale(Role.INDEX_KEY), "layer_offset": offset}
+            if not decode:
+                return kernel(name).paged_logits_prefill(
+                    q, weights, keys, scales, step.page_table, step.requests, limits, **place
+                )
+            grid = (bucket.decode_requests, bucket.next_n)
+            q, weights, limits = (x.reshape(*grid, *x.shape[1:]) for x in (q, weights, limits))
             return kernel(name).paged_logits_decode(
-                q.reshape(*grid, *q.shape[1:]), weights.astype(jnp.float32).reshape(*grid, heads),
-                cache.pages("index_key"), cache.pages("index_scale"), step.page_table, limits.reshape(grid),
-                page_scale=layout.scale(Role.INDEX_KEY), layer_offset=offset,
-            )  # fmt: skip
+                q, weights, keys, scales, step.page_table, limits, **place
+            )
 
         return Candidate(name, run, supported)
 
@@ -149,7 +161,7 @@ def topk_indices(k: int) -> tuple[Candidate, ...]:
 
 
 def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Array) -> tuple[Candidate, ...]:
-    """Attention over gathered rows for bfloat16 latents and queries. wgmma computes 64 heads, wanted or not."""
+    """Attention over gathered rows for bfloat16 queries. wgmma computes 64 heads, wanted or not."""
     layout = cache.layout
 
     def kernel(name: str) -> Any:
@@ -172,10 +184,13 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
 
         def run(q: Array, cache: Cache, layer: int | Array, rows: Array, softmax_scale: float, key_scale):
             offset = cache.layer_offset(Role.KEY, layer)
-            return kernel(name).sparse_mla(
-                q, cache.pages("key"), _rows(layer, offset, rows),
-                page_scale=layout.scale(Role.KEY), layer_offset=offset, softmax_scale=float(softmax_scale),
-            )  # fmt: skip
+            rows = _rows(layer, offset, rows)
+            place: Any = {"page_scale": layout.scale(Role.KEY), "layer_offset": offset}
+            place["softmax_scale"] = float(softmax_scale)
+            if layout.key_form == "fp8_ds_mla":
+                parts = (cache.pages(part) for part in ("key", "key_scale", "key_rope"))
+                return kernel(name).sparse_mla_fp8(q, *parts, rows, **place)
+            return kernel(name).sparse_mla(q, cache.pages("key"), rows, **place)
 
         return Candidate(name, run, supported)
 

@@ -1,0 +1,236 @@
+"""Check and time the paged logits kernel: ``python -m benchmarks.kernel_check [--sweep] [--json FILE]``.
+
+Without ``--sweep`` the library's own schedule is timed for every problem, with it several are compared. Every schedule is
+compared with the float32 reference, then all schedules of a problem are timed in one profile. Programs are compiled in
+threads while others are timed; the work plan is computed beforehand, as it is once per step in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.deepgemm import measure_all
+from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
+from benchmarks.timing import kernel_times
+from dsa_jax.pallas import paged_logits_mosaic as mosaic
+from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Config
+from dsa_jax.pallas.paged_logits_config import default_config, prefill_config
+
+BOUND = 5e-6
+KERNEL = "paged_mqa_logits"
+
+BIG, WIDE, LONG, ONE = (64, 32768), (128, 4096), (4, 131072), (1, 65536)
+
+
+def many(*settings: tuple[int, int, int], **fields) -> list[Config]:
+    """Schedules from ``(blocks per multiprocessor, stages, compute warpgroups)``."""
+    return [Config(blocks_per_core=b, stages=s, compute_warpgroups=w, **fields) for b, s, w in settings]
+
+
+NARROW = [
+    *many((2, 4, 2), (2, 6, 2), (1, 9, 3), (1, 8, 4), (1, 8, 2)),
+    *many((2, 4, 2), fence=False),
+]
+STACKED = [
+    *many((1, 8, 2), (1, 12, 2), registers=(224, 56)),
+    *many((1, 12, 3), registers=(152, 40), product_columns=128),
+    *many((1, 8, 2), registers=(224, 56), fence=False),
+]
+CONTEXTS = [
+    *many((1, 8, 2), registers=(224, 56), group_columns=512),
+    *many((1, 8, 2), registers=(224, 56), group_columns=256),
+    *many((1, 6, 3), registers=(152, 40), group_columns=256, product_columns=128),
+]
+SWEEP: list[tuple[Problem | ContextProblem, list[Config]]] = [
+    (Problem(*BIG), NARROW),
+    (Problem(*WIDE), NARROW),
+    (Problem(*LONG), NARROW),
+    (Problem(*ONE), NARROW),
+    (Problem(*BIG, new_tokens=2), NARROW),
+    (Problem(*WIDE, new_tokens=2), NARROW),
+    (Problem(*LONG, new_tokens=2), NARROW),
+    (Problem(*ONE, new_tokens=2), NARROW),
+    (Problem(*BIG, heads=32), NARROW),
+    (Problem(*BIG, new_tokens=4), STACKED),
+    (Problem(*BIG, new_tokens=6), STACKED),
+    (Problem(*BIG, heads=32, new_tokens=4), NARROW),
+    (Problem(*BIG, heads=32, new_tokens=6), STACKED),
+    (ContextProblem(512, 2048), CONTEXTS),
+    (ContextProblem(8192, 8192), CONTEXTS),
+]
+"""Problems in order of importance, with the schedules that `--sweep` compares."""
+CHECKED = [
+    Problem(16, 4096, ragged=True),
+    Problem(16, 4096, new_tokens=2, heads=32, page_size=32, ragged=True),
+    Problem(16, 4096, new_tokens=3, page_size=128, ragged=True),
+    Problem(16, 4096, new_tokens=8, ragged=True),
+    Problem(300, 2112, new_tokens=1, heads=32, ragged=True),
+]
+
+
+def default_for(problem: Problem | ContextProblem) -> Config:
+    """The schedule the library picks."""
+    if isinstance(problem, ContextProblem):
+        return prefill_config(heads=problem.heads)
+    return default_config(heads=problem.heads, new_tokens=problem.new_tokens)
+
+
+def build(problem: Problem | ContextProblem, config: Config | None) -> dict[str, Any]:
+    """Compile the kernel with a given plan, and the plan."""
+    page = dict(page_size=problem.page_size, heads=problem.heads, config=config)
+    options = dict(page_scale=1, layer_offset=0, config=config)
+    shape = jax.ShapeDtypeStruct
+    pages = [shape((problem.pages, problem.page_size, 128), "uint8")]
+    pages += [shape((problem.pages, problem.page_size), "float32")]
+    if isinstance(problem, ContextProblem):
+        plan = functools.partial(mosaic.prefill_plan, **page)
+        run = functools.partial(mosaic.paged_logits_prefill, **options)
+        tokens = shape((problem.tokens,), "int32")
+        facts = [shape((1, problem.width), "int32"), tokens, tokens]
+        rows = (problem.tokens, problem.heads)
+    else:
+        plan = functools.partial(mosaic.decode_plan, **page)
+        run = functools.partial(mosaic.paged_logits_decode, **options)
+        rows = (problem.requests, problem.new_tokens, problem.heads)
+        facts = [shape((problem.requests, problem.width), "int32"), shape(rows[:2], "int32")]
+    query = [shape((*rows, 128), "uint8"), shape(rows, "float32")]
+    return {
+        "plan": jax.jit(plan).lower(*facts).compile(),
+        "run": jax.jit(run).lower(*query, *pages, *facts, plan=jax.eval_shape(plan, *facts)).compile(),
+    }
+
+
+def check(problem: Problem, built: dict[str, Any]) -> dict:
+    """Compare one call with the reference."""
+    (q, weights, keys, scales, limits), tables = inputs(problem)
+    plan = built["plan"](tables[0], limits)
+    got = built["run"](q, weights, keys, scales, tables[0], limits, plan=plan)
+    diff, misplaced = difference(got, reference(q, weights, keys, scales, tables[0], limits))
+    return {"diff": float(diff), "misplaced": int(misplaced)}
+
+
+def time_problem(
+    problem: Problem | ContextProblem,
+    configs: list[Config],
+    built: list[Future],
+    peer: dict[str, float],
+    rounds: int,
+) -> list[dict]:
+    """Check and time the schedules of one problem."""
+    if isinstance(problem, ContextProblem):
+        (*arrays, limits), tables = context_inputs(problem)
+        facts = (jnp.zeros_like(limits), limits)
+        want = None
+        if problem.tokens <= 1024:
+            own = jnp.broadcast_to(tables[0], (problem.tokens, problem.width))
+            want = reference(arrays[0][:, None], arrays[1][:, None], *arrays[2:], own, limits[:, None])
+    else:
+        (*arrays, limits), tables = inputs(problem)
+        facts = (limits,)
+        want = reference(*arrays, tables[0], limits)
+    repeats = max(1, rounds // len(tables))
+    rows, calls = [], []
+    for config, future in zip(configs, built, strict=True):
+        row: dict = {"problem": problem.name, "config": vars(config)}
+        rows.append(row)
+        try:
+            programs = future.result()
+            plans = [programs["plan"](table, *facts) for table in tables]
+            run = functools.partial(_run, programs["run"], arrays, tables, facts, plans)
+            first = run(1)
+            want = first if want is None else want
+            diff, misplaced = difference(first, want)
+            row |= {"diff": float(diff), "misplaced": int(misplaced)}
+            calls.append((row, run))
+        except Exception as error:  # one bad schedule must not cost the others their turn
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    launches = [functools.partial(run, repeats * len(tables)) for _, run in calls]
+    for (row, _), times in zip(calls, kernel_times(launches, KERNEL), strict=True):
+        row["kernel"] = statistics.median(times)
+        row["tb_s"] = problem.bytes / row["kernel"] / 1e6
+        row["tflop_s"] = problem.flops / row["kernel"] / 1e6
+        if "kernel" in peer:
+            row["ratio"] = row["kernel"] / peer["kernel"]
+    for row in rows:
+        print(line(row), flush=True)
+    return rows
+
+
+def _run(program, arrays, tables, facts, plans, count: int):
+    """Queue some calls, going through the page tables; returns the first table's result if there is one call."""
+    for i in range(count):
+        out = program(*arrays, tables[i % len(tables)], *facts, plan=plans[i % len(tables)])
+    return out
+
+
+def line(row: dict) -> str:
+    """One line of the table."""
+    c = row["config"]
+    name = (
+        f"{row['problem']:17} wg{c['compute_warpgroups']} st{c['stages'] or '-':>2} b{c['blocks_per_core']}"
+    )
+    name += f" w{c['waves']} c{c['product_columns']} {'f' if c['fence'] else '-'}"
+    if "error" in row:
+        return f"{name} {row['error']}"
+    good = (
+        "ok " if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['diff']:.1e} {row['misplaced']}"
+    )
+    result = f"{name} {good} {row['kernel']:7.2f} us {row['tb_s']:5.2f} TB/s {row['tflop_s']:5.0f} TF/s"
+    return result + (f" {row['ratio']:.3f} x DeepGEMM" if "ratio" in row else "")
+
+
+def main() -> None:
+    """Run the checks and the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the full results")
+    parser.add_argument("--seconds", type=float, default=150, help="start no problem after this time")
+    parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
+    parser.add_argument("--only", default="", help="only problems whose name contains this")
+    parser.add_argument("--sweep", action="store_true", help="compare schedules and check ragged requests")
+    parser.add_argument("--rounds", type=int, default=24, help="timed calls of every schedule")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    timed = [(p, c if options.sweep else [default_for(p)]) for p, c in SWEEP if options.only in p.name]
+    peers = (
+        {}
+        if options.no_peer
+        else measure_all([p for p, _ in timed if isinstance(p, Problem) and p.new_tokens <= 2])
+    )
+    for name, times in peers.items():
+        print(f"DeepGEMM {name:18} " + " ".join(f"{k} {v:.2f} us" for k, v in times.items()), flush=True)
+    result: dict = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "peer": peers}
+    result |= {"checks": [], "timed": []}
+    with ThreadPoolExecutor(12) as pool:
+        checks = [(p, pool.submit(build, p, None)) for p in CHECKED if options.sweep]
+        built = [[pool.submit(build, p, c) for c in configs] for p, configs in timed]
+        for problem, future in checks:
+            try:
+                found = check(problem, future.result())
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            result["checks"].append({"problem": vars(problem), **found})
+            print(f"check {problem.name} T{problem.page_size}: {found}", flush=True)
+        for (problem, configs), futures in zip(timed, built, strict=True):
+            if time.perf_counter() - start > options.seconds:
+                print(f"{problem.name}: out of time", flush=True)
+                [future.cancel() for future in futures]
+                continue
+            peer = peers.get(problem.name, {})
+            result["timed"] += time_problem(problem, configs, futures, peer, options.rounds)
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1))
+            print(f"{time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

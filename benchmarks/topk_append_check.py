@@ -1,0 +1,289 @@
+"""Checks and times top-k, append and gather kernels on a GPU: `python -m benchmarks.topk_append_check [--json FILE]`.
+
+Every top-k variant is compared with the XLA reference on random rows, ragged limits and ties before it is timed. Times are
+the profiler's device times of one call, summed over its launches, on inputs that rotate through more than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import copy_rate, device_times
+from dsa_jax import quant
+from dsa_jax.pallas import append_triton, gather_triton, topk_triton
+from dsa_jax.pallas.topk_triton import Config
+from dsa_jax.xla.topk import topk_indices
+
+K = 2048
+
+# name: (rows, columns, true length or None, target in us or None, variants)
+TOPK: dict[str, tuple[int, int, int | None, float | None, dict[str, Config | None]]] = {
+    "64 x 32768": (64, 32768, None, 20, {"default": None, "8 warps": Config((32768,), 8, 32768)}),
+    "64 x 8192": (64, 8192, None, None, {"default": None}),
+    "64 x 8192 in 131072": (64, 131072, 8192, None, {"default": None}),
+    "4 x 131072": (4, 131072, None, 30, {"default": None}),
+    "64 x 131072": (64, 131072, None, 70, {"default": None, "4 spans": Config((8192, 32768), 16, 32768)}),
+    "1 x 32768": (1, 32768, None, None, {"default": None}),
+    "128 x 16384": (128, 16384, None, None, {"default": None}),
+    "1 x 1048576": (1, 1048576, None, None, {"default": None}),
+    "4096 x 8192": (4096, 8192, None, None, {"default": None}),
+}
+
+Row = dict[str, Any]
+
+
+def scores(kind: str, rows: int, columns: int, seed: int) -> jax.Array:
+    """Random scores of a kind of distribution."""
+    x = jax.random.normal(jax.random.key(seed), (rows, columns), jnp.float32)
+    if kind == "zeros":
+        return jnp.maximum(x - 2, 0) * jnp.where(jnp.arange(columns) % 3 == 0, -1.0, 1.0)
+    if kind == "coarse":
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+    if kind == "heavy":
+        return x / jnp.abs(jax.random.normal(jax.random.key(seed + 99), x.shape, jnp.float32))
+    if kind == "nan":
+        return jnp.where(x > -0.5, jnp.nan, jnp.where(x > -1, -jnp.inf, x))
+    return x
+
+
+def limits_for(rows: int, columns: int, seed: int) -> jax.Array:
+    """Ragged limits with the corners among them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, columns + 1, rows)
+    corners = [columns, K + 1, 0, 1, K - 1, K, 8192, 8193, 16384, 16385, 32768, 32769, columns - 1]
+    lengths[: min(rows, len(corners))] = np.minimum(corners, columns)[: min(rows, len(corners))]
+    return jnp.asarray(lengths, jnp.int32)
+
+
+reference = jax.jit(topk_indices, static_argnums=2)
+
+
+def check_topk(call: Callable, rows: int, columns: int, length: int | None) -> str:
+    """Compare with the reference; says what differs."""
+    for kind in ("normal", "zeros", "coarse", "heavy", "nan"):
+        x = scores(kind, rows, columns, seed=7)
+        for limits in (jnp.full((rows,), length or columns, jnp.int32), limits_for(rows, columns, 3)):
+            got, want = np.asarray(call(x, limits)), np.asarray(reference(x, limits, K))
+            if not (got == want).all():
+                bad = np.where((got != want).any(axis=1))[0]
+                return (
+                    f"WRONG {kind}: rows {bad[:4].tolist()} of length {np.asarray(limits)[bad[:4]].tolist()}"
+                )
+            again = np.asarray(call(x, limits))
+            if not (again == got).all():
+                return f"NOT DETERMINISTIC {kind}"
+    return "ok"
+
+
+def compile_topk(pool: ThreadPoolExecutor, only: str) -> dict[tuple[str, str], Future]:
+    """Start compiling all variants side by side."""
+
+    def build(rows: int, columns: int, config: Config | None):
+        call = jax.jit(lambda x, limits: topk_triton.topk(x, limits, K, config=config))
+        x = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+        return call.lower(x, jax.ShapeDtypeStruct((rows,), jnp.int32)).compile()
+
+    return {
+        (shape, name): pool.submit(build, rows, columns, config)
+        for shape, (rows, columns, _, _, variants) in TOPK.items()
+        for name, config in variants.items()
+        if only in f"topk {shape} {name}"
+    }
+
+
+def run_topk(
+    report: Callable[[Row], None],
+    compiled: dict[tuple[str, str], Future],
+    late: Callable[[], bool],
+    every: bool,
+) -> None:
+    for (shape, name), future in compiled.items():
+        if not late():
+            rows, columns, length, target, _ = TOPK[shape]
+            row = guarded(measure_topk, future, rows, columns, length, every)
+            report({"op": "topk", "shape": shape, "variant": name, "target": target} | row)
+
+
+def measure_topk(future: Future, rows: int, columns: int, length: int | None, every: bool) -> Row:
+    call = future.result()
+    row: Row = {"check": check_topk(call, rows, columns, length)}
+    limits = jnp.full((rows,), length or columns, jnp.int32)
+    sets = int(np.clip(200e6 // (rows * columns * 4) + 1, 2, 12))
+    for kind in ("normal", *(("zeros", "coarse", "heavy") if every else ())):
+        times = device_times(call, [(scores(kind, rows, columns, seed), limits) for seed in range(sets)])
+        total = times.get("total", times["queued"])
+        if kind == "normal":
+            row |= {"us": total, "queued": times["queued"], "kernels": kernels_of(times)}
+        else:
+            row[kind] = total
+    return row
+
+
+def kernels_of(times: dict[str, float]) -> dict[str, float]:
+    return {name: us for name, us in times.items() if name not in ("total", "queued")}
+
+
+def guarded(measure: Callable[..., Row], *args) -> Row:
+    """A variant that does not compile or run must not end the benchmark."""
+    try:
+        return measure(*args)
+    except Exception as error:
+        return {"check": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
+LAYERS, PAGE_SIZE, SLOTS = 16, 64, 640
+
+
+def run_append(report: Callable[[Row], None], only: str, late: Callable[[], bool]) -> None:
+    for tokens, target in ((64, 4), (8192, 8)):
+        for name in ("index", "latent", "both"):
+            if only in f"append {name}" and not late():
+                row = guarded(measure_append, name, tokens)
+                goal = target if name == "index" else None
+                report({"op": "append", "shape": f"n={tokens}", "variant": name, "target": goal} | row)
+
+
+def measure_append(name: str, tokens: int) -> Row:
+    """All layers of a donated pool, unrolled; times are those of one layer."""
+    rng = np.random.default_rng(0)
+    k = jnp.asarray(rng.normal(size=(tokens, 128)) * np.exp(rng.normal(size=(tokens, 1)) * 3), jnp.bfloat16)
+    latent = jnp.asarray(rng.normal(size=(tokens, 512)), jnp.bfloat16)
+    k_rope = jnp.asarray(rng.normal(size=(tokens, 64)), jnp.bfloat16)
+    rows = rng.permutation(SLOTS * PAGE_SIZE)[:tokens].astype(np.int32)
+    rows[::17] = -1
+    where = jnp.asarray(rows)
+
+    def append(state, layer):
+        if name == "index":
+            return append_triton.append_index_k(k, where, *state, page_scale=LAYERS, layer_offset=layer)
+        if name == "latent":
+            args = (latent, k_rope, where, *state)
+            return (append_triton.append_latent(*args, page_scale=LAYERS, layer_offset=layer),)
+        places = dict(index_scale=LAYERS, index_offset=layer, key_scale=LAYERS, key_offset=layer)
+        return append_triton.append_both(k, latent, k_rope, where, *state, **places)
+
+    def all_layers(state):
+        for layer in range(LAYERS):
+            state = append(state, layer)
+        return state
+
+    pages, state = SLOTS * LAYERS, ()
+    if name != "latent":
+        state = (jnp.full((pages, PAGE_SIZE, 128), 0x55, jnp.uint8), jnp.full((pages, PAGE_SIZE), -1.0))
+    if name != "index":
+        state += (jnp.full((pages, PAGE_SIZE, 576), 3, jnp.bfloat16),)
+    step = jax.jit(all_layers, donate_argnums=0)
+    held = [step(state)]
+    row: Row = {"check": check_append(name, held[0], k, latent, k_rope, rows)}
+
+    def call():
+        held[0] = step(held[0])
+        return held[0]
+
+    times = device_times(call, [()] * 4)
+    row |= {"us": times.get("total", times["queued"]) / LAYERS, "queued": times["queued"] / LAYERS}
+    return row | {"kernels": kernels_of(times)}
+
+
+def check_append(name: str, state, k, latent, k_rope, rows: np.ndarray) -> str:
+    """Whole pools against a NumPy model of them."""
+    state, kept, problems = [np.asarray(x) for x in state], rows >= 0, []
+    expected = []
+    if name != "latent":
+        codes, scales = quant.quantize_fp8(k)
+        expected += [(state[0], codes, 0x55), (state[1], scales, -1)]
+    if name != "index":
+        expected += [(state[-1], jnp.concatenate([latent, k_rope], axis=1), 3)]
+    for pool, values, fill in expected:
+        want = np.full(pool.shape, fill, pool.dtype)
+        for layer in range(LAYERS):
+            want[rows[kept] // PAGE_SIZE * LAYERS + layer, rows[kept] % PAGE_SIZE] = np.asarray(values)[kept]
+        if not (want.view(np.uint8) == pool.view(np.uint8)).all():
+            problems.append(f"WRONG {pool.shape}: {int((want != pool).sum())} entries")
+    return "; ".join(problems) or "ok"
+
+
+def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool]) -> None:
+    tokens, slots = 131072, 4096
+    rate = copy_rate()
+    print(f"copy rate {rate:.2f} TB/s", flush=True)
+    keys = jax.random.bits(jax.random.key(0), (slots * 8, PAGE_SIZE, 128), jnp.uint8)
+    scales = jax.random.normal(jax.random.key(1), (slots * 8, PAGE_SIZE), jnp.float32)
+    rng, sets = np.random.default_rng(1), []
+    for _ in range(8):
+        slot = rng.permutation(slots)[: tokens // PAGE_SIZE]
+        rows = (slot[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
+        rows[-5:] = -1
+        sets.append(jnp.asarray(rows))
+    for block, warps in ((64, 4),):
+        name = f"block {block}, {warps} warps"
+        if only in f"gather {name}" and not late():
+            row = guarded(measure_gather, block, warps, sets, keys, scales, rate)
+            report({"op": "gather", "shape": f"{tokens}", "variant": name} | row)
+
+
+def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, rate: float) -> Row:
+    layout = dict(page_scale=8, layer_offset=3, block=block, warps=warps)
+    call = jax.jit(lambda rows, keys, scales: gather_triton.gather_index_k(rows, keys, scales, **layout))
+    data, scale = (np.asarray(x) for x in call(sets[0], keys, scales))
+    rows = np.asarray(sets[0])[:-5]
+    page = rows // PAGE_SIZE * 8 + 3
+    right = (data[:-5] == np.asarray(keys)[page, rows % PAGE_SIZE]).all() and not data[-5:].any()
+    right = (
+        right and (scale[:-5] == np.asarray(scales)[page, rows % PAGE_SIZE]).all() and not scale[-5:].any()
+    )
+    times = device_times(call, [(rows, keys, scales) for rows in sets])
+    us = times.get("total", times["queued"])
+    share = sets[0].shape[0] * 132 * 2 / us / 1e6 / rate
+    return {"check": "ok" if right else "WRONG", "us": us, "queued": times["queued"], "share_of_copy": share}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=200, help="start nothing new after this time")
+    parser.add_argument(
+        "--only", default="", help="run only what contains this, such as 'topk 4 x' or 'append'"
+    )
+    parser.add_argument("--every", action="store_true", help="also time other distributions of scores")
+    options = parser.parse_args()
+    begin, results = time.perf_counter(), []
+    late = lambda: time.perf_counter() - begin > options.seconds
+    print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
+
+    def report(row: Row) -> None:
+        results.append(row)
+        time_text = f"{row['us']:8.2f} us (queued {row['queued']:8.2f})" if "us" in row else ""
+        target = f" target {row['target']}" if row.get("target") else ""
+        share = f" {row['share_of_copy']:.0%} of copy" if "share_of_copy" in row else ""
+        others = "".join(f" {kind} {row[kind]:.1f}" for kind in ("zeros", "coarse", "heavy") if kind in row)
+        parts = " ".join(f"{n[:14]}={v:.2f}" for n, v in row.get("kernels", {}).items())
+        name = f"{row['op']:6} {row['shape']:20} {row['variant']:30}"
+        print(f"{name} {time_text}{target}{share}{others} {row['check']} [{parts}]", flush=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        compiled = compile_topk(pool, options.only)
+        run_append(report, options.only, late)
+        if options.only in "gather" or options.only.startswith("gather"):
+            run_gather(report, options.only, late)
+        run_topk(report, compiled, late, options.every)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

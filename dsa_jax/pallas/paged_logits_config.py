@@ -1,0 +1,72 @@
+"""Schedules of the Hopper kernel for paged scores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dsa_jax.pallas.paged_logits_plan import TILE
+
+HEAD_DIM = 128
+MAX_COLUMNS = 256
+"""Columns of one wgmma instruction."""
+TILES_IN_FLIGHT = 8
+"""Stages of all blocks of a multiprocessor together. On an H200, 64 requests of 32,768 keys took 71.2 us with 8 tiles in
+flight, 72.6 with 16 and 80.9 with 24: more make the memory slower, not faster."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one streaming multiprocessor of Hopper gives to its blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLogitsConfig:
+    """Schedule of the kernel. It never changes the result, not even the rounding.
+
+    Attributes:
+        compute_warpgroups: warpgroups that take tiles in turn.
+        stages: tiles in flight per block, a multiple of `compute_warpgroups`; None for what keeps memory busiest.
+        blocks_per_core: blocks that share a streaming multiprocessor.
+        waves: blocks of the grid over blocks that run at a time; more than 1 lets the hardware even out the end.
+        query_buffers: requests whose queries are in shared memory at a time, 1 or 2.
+        product_columns: most columns (new tokens x heads) of one product, at most 256.
+        group_columns: columns of one group of context tokens, a multiple of the heads; decode rows are not regrouped.
+        registers: registers of a compute thread and of a copying thread; None leaves the even split.
+        fence: order reads of shared memory before the copy engine's next writes with a fence, as the memory model asks;
+            without it the hand-over through the barriers alone does that.
+    """
+
+    compute_warpgroups: int = 2
+    stages: int | None = None
+    blocks_per_core: int = 1
+    waves: int = 1
+    query_buffers: int = 2
+    product_columns: int = MAX_COLUMNS
+    group_columns: int = 2 * MAX_COLUMNS
+    registers: tuple[int, int] | None = None
+    fence: bool = True
+
+
+def default_config(*, heads: int, new_tokens: int) -> PagedLogitsConfig:
+    """The schedule for a shape.
+
+    Two blocks share a multiprocessor where their registers allow it: up to 64 columns. Wide products take the registers
+    of the copying warpgroup.
+    """
+    columns = heads * new_tokens
+    if columns <= 64:
+        return PagedLogitsConfig(compute_warpgroups=2, blocks_per_core=2)
+    if columns <= 128:
+        return PagedLogitsConfig(compute_warpgroups=3, stages=9)
+    return PagedLogitsConfig(compute_warpgroups=2, registers=(224, 56))
+
+
+def prefill_config(*, heads: int) -> PagedLogitsConfig:
+    """The schedule of contexts: groups of eight tokens."""
+    return PagedLogitsConfig(compute_warpgroups=2, registers=(224, 56), stages=8, group_columns=8 * heads)
+
+
+def stages_for(rows: int, tiles: int, config: PagedLogitsConfig) -> int:
+    """Stages of a block: what fits, what keeps memory busy, and no more than a block can have tiles."""
+    fixed = config.query_buffers * rows * (HEAD_DIM + 4) + 1024
+    room = (SHARED_MEMORY // config.blocks_per_core - 1024 - fixed) // (TILE * (HEAD_DIM + 4) + 16)
+    step = config.compute_warpgroups
+    useful = -(-tiles // step) * step
+    return max(step, min(TILES_IN_FLIGHT // config.blocks_per_core, room, useful) // step * step)

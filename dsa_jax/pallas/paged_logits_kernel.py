@@ -1,0 +1,407 @@
+"""The body of the Hopper kernel for paged scores; see `paged_logits_mosaic` for what it does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic import gpu as mgpu
+
+from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
+from dsa_jax.pallas.paged_logits_plan import FILL, HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
+
+WEIGHTS_IN_REGISTERS = 256
+"""Up to this many weights (new tokens x heads) stay in registers over a whole request."""
+
+_E4M3 = jnp.float8_e4m3fn
+_PER_KEY = plgpu.Layout.WGMMA.reduce(1)
+_PER_HEAD = plgpu.Layout.WGMMA.reduce(0)
+_SWIZZLED = (plgpu.TilingTransform((8, HEAD_DIM)), plgpu.SwizzleTransform(HEAD_DIM))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """What a block sees: arrays in global memory, then its shared memory and barriers."""
+
+    plan: Any
+    groups: Any
+    limits: Any
+    table: Any
+    offset: Any
+    q: Any
+    weights: Any
+    keys: Any
+    key_scales: Any
+    out: Any
+    queries: Any
+    head_weights: Any
+    tiles: Any
+    tile_scales: Any
+    query_full: Any
+    query_free: Any
+    full: Any
+    free: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLogitsKernel:
+    """The numbers a kernel is specialised for, and its body.
+
+    `fence` separates a thread's ordinary reads of shared memory from the copy engine's next writes there.
+    """
+
+    n: int
+    heads: int
+    page_size: int
+    page_scale: int
+    columns: int
+    stages: int
+    config: PagedLogitsConfig
+    fence: Callable[[], None]
+    grouped: bool
+
+    @classmethod
+    def create(
+        cls, n, heads, page_table, page_size, page_scale, plan, requests, config, interpret, grouped=False
+    ):
+        """Choose what is left open; `requests` counts the groups where rows are grouped."""
+        columns = -(-page_table.shape[1] * page_size // TILE) * TILE
+        most_tiles = -(-requests * columns // TILE // plan.shape[0])
+        return cls(
+            n=n,
+            heads=heads,
+            page_size=page_size,
+            page_scale=page_scale,
+            columns=columns,
+            stages=config.stages or stages_for(n * heads, most_tiles, config),
+            config=config,
+            fence=plgpu.commit_smem if interpret else (_fence if config.fence else lambda: None),
+            grouped=grouped,
+        )
+
+    def call(
+        self, plan, groups, limits, table, offset, q, weights, keys, scales, *, rows: int, interpret
+    ) -> Array:
+        """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
+        kernel = plgpu.kernel(
+            self.body,
+            out_type=jax.ShapeDtypeStruct((rows, self.columns), jnp.float32),
+            grid=(plan.shape[0],),
+            grid_names=("block",),
+            num_threads=self.config.compute_warpgroups + 1,
+            thread_name="warpgroup",
+            scratch_types=self.scratch(),
+            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            kernel_name="paged_mqa_logits",
+        )
+        if q.dtype == jnp.uint8:
+            q = lax.bitcast_convert_type(q, _E4M3)
+        out = kernel(
+            plan,
+            groups,
+            limits.astype(jnp.int32),
+            whole_tiles(table, self.page_size),
+            jnp.asarray(offset, jnp.int32).reshape(1),
+            q.reshape(rows * self.heads, HEAD_DIM),
+            weights.astype(jnp.float32).reshape(rows, self.heads),
+            lax.bitcast_convert_type(keys, _E4M3),
+            scales,
+        )
+        return out[:, : table.shape[1] * self.page_size]
+
+    @property
+    def parts(self) -> int:
+        """Pages of a tile."""
+        return pages_per_tile(self.page_size)
+
+    @property
+    def tiles_per_page(self) -> int:
+        return max(1, self.page_size // TILE)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers of one block.
+
+        A stage always belongs to the same compute warpgroup (`stages` is a multiple of their number), because a
+        warpgroup has to observe every phase of a barrier that it waits for.
+        """
+        buffers, consumers = self.config.query_buffers, self.config.compute_warpgroups
+        if self.stages % consumers:
+            raise ValueError(
+                f"PagedLogitsConfig: stages is {self.stages}; wanted a multiple of the {consumers} compute warpgroups"
+            )
+        return dict(
+            queries=plgpu.SMEM((buffers, self.n * self.heads, HEAD_DIM), _E4M3, transforms=_SWIZZLED),
+            head_weights=plgpu.SMEM((buffers, self.n, self.heads), jnp.float32),
+            tiles=plgpu.SMEM((self.stages, TILE, HEAD_DIM), _E4M3, transforms=_SWIZZLED),
+            tile_scales=plgpu.SMEM((self.stages, TILE), jnp.float32),
+            query_full=plgpu.Barrier(num_arrivals=2, num_barriers=buffers),
+            query_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=buffers),
+            full=plgpu.Barrier(num_arrivals=2 * self.parts, num_barriers=self.stages),
+            free=plgpu.Barrier(num_barriers=self.stages),
+        )
+
+    def body(self, *arrays, **scratch):
+        """One block: the last warpgroup copies and fills, the others compute."""
+        refs = _Refs(*arrays, **scratch)
+        share = [refs.plan[lax.axis_index("block"), i] for i in range(HEADER)]
+        warpgroup = lax.axis_index("warpgroup")
+        consumers = self.config.compute_warpgroups
+
+        @pl.when(warpgroup == consumers)
+        def _copy():
+            if self.config.registers:
+                plgpu.set_max_registers(self.config.registers[1], action="decrease")
+            segments, count = self._copy_tiles(refs, share)
+            self._fill(refs, share)
+            # Every hand-over is waited for, so that no barrier is left in the middle of a phase.
+            _drain(refs.query_free, segments, self.config.query_buffers)
+            _drain(refs.free, count, self.stages)
+
+        @pl.when(warpgroup < consumers)
+        def _compute():
+            if self.config.registers:
+                plgpu.set_max_registers(self.config.registers[0], action="increase")
+            self._score_tiles(refs, share, warpgroup)
+
+    def _walk(self, refs: _Refs, share, visit: Callable[..., None]):
+        """Call ``visit(request, begin, end, segment, count)`` for every request that the block has tiles of.
+
+        ``segment`` counts the requests visited, ``count`` the tiles before this request's. The first request's tiles are
+        in the plan, so that nothing else has to be read before work begins.
+        """
+        first_request, first_tile, first_end, last_request, last_tile = share[:5]
+
+        def of_request(request, carry):
+            segment, count = carry
+            begin = jnp.where(request == first_request, first_tile, 0)
+            end = lax.cond(
+                request == first_request,
+                lambda: first_end,
+                lambda: jnp.where(request == last_request, last_tile, self._tiles(refs, request)),
+            )
+
+            @pl.when(end > begin)
+            def _():
+                visit(request, begin, end, segment, count)
+
+            some = end > begin
+            return segment + some.astype(jnp.int32), count + jnp.where(some, end - begin, 0)
+
+        return lax.fori_loop(first_request, last_request + 1, of_request, (jnp.int32(0), jnp.int32(0)))
+
+    def _first_row(self, refs: _Refs, request):
+        """Row of q, weights and scores where a request or group begins."""
+        return refs.groups[request, 1] if self.grouped else request * self.n
+
+    def _length(self, refs: _Refs, request):
+        """Keys of a request that any of its rows sees."""
+        length = refs.limits[request, 0]
+        for j in range(1, self.n):
+            length = jnp.maximum(length, refs.limits[request, j])
+        return jnp.clip(length, 0, self.columns)
+
+    def _tiles(self, refs: _Refs, request):
+        return (self._length(refs, request) + (TILE - 1)) // TILE
+
+    def _copy_tiles(self, refs: _Refs, share):
+        layer_offset = refs.offset[0]
+        block = lax.axis_index("block")
+
+        def planned_slots(count):
+            return tuple(refs.plan[block, HEADER + count * self.parts + i] for i in range(self.parts))
+
+        def table_slots(request, tile):
+            """Slots of a tile's pages. The page after a request's last one is nobody's: the last is read again."""
+            row = jnp.maximum(refs.groups[request, 0], 0) if self.grouped else request
+            if self.parts == 1:
+                page = jnp.minimum(tile // self.tiles_per_page, refs.table.shape[1] - 1)
+                return (refs.table[row, page],)
+            last_page = (self._length(refs, request) - 1) // self.page_size
+            pages = (jnp.minimum(tile * self.parts + i, last_page) for i in range(self.parts))
+            return tuple(refs.table[row, jnp.maximum(page, 0)] for page in pages)
+
+        def slots_of(request, tile, count):
+            planned = count < planned_tiles(self.page_size)
+            return lax.cond(planned, lambda: planned_slots(count), lambda: table_slots(request, tile))
+
+        def visit(request, begin, end, segment, count):
+            buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
+
+            @pl.when(segment >= self.config.query_buffers)
+            def _():
+                plgpu.barrier_wait(refs.query_free.at[buffer])
+
+            query_full = refs.query_full.at[buffer]
+            first = self._first_row(refs, request)
+            rows, columns = pl.ds(first, self.n), pl.ds(first * self.heads, self.n * self.heads)
+            plgpu.copy_gmem_to_smem(refs.q.at[columns], refs.queries.at[buffer], query_full)
+            plgpu.copy_gmem_to_smem(refs.weights.at[rows], refs.head_weights.at[buffer], query_full)
+
+            def copy_tile(tile, carry):
+                stage, count, *slots = carry
+
+                @pl.when(count >= self.stages)
+                def _():
+                    plgpu.barrier_wait(refs.free.at[stage])
+
+                for i, slot in enumerate(slots):
+                    self._copy_part(refs, slot * self.page_scale + layer_offset, tile, stage, i)
+                following = slots_of(request, tile + 1, count + 1)
+                return jnp.where(stage == self.stages - 1, 0, stage + 1), count + 1, *following
+
+            stage = lax.rem(count, jnp.int32(self.stages))
+            lax.fori_loop(begin, end, copy_tile, (stage, count, *slots_of(request, begin, count)))
+
+        return self._walk(refs, share, visit)
+
+    def _copy_part(self, refs: _Refs, page, tile, stage, i: int):
+        """Start the copies of a tile's i-th page, or of the tile's part of a larger page."""
+        source, target = (page,), (stage,)
+        if self.tiles_per_page > 1:
+            source += (pl.ds(lax.rem(tile, jnp.int32(self.tiles_per_page)) * TILE, TILE),)
+        if self.parts > 1:
+            target += (pl.ds(i * self.page_size, self.page_size),)
+        full = refs.full.at[stage]
+        plgpu.copy_gmem_to_smem(refs.keys.at[source], refs.tiles.at[target], full)
+        plgpu.copy_gmem_to_smem(refs.key_scales.at[source], refs.tile_scales.at[target], full)
+
+    def _score_tiles(self, refs: _Refs, share, warpgroup):
+        n, heads, consumers = self.n, self.heads, self.config.compute_warpgroups
+
+        def visit(request, begin, end, segment, count):
+            buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
+            row_limits = [refs.limits[request, j] for j in range(n)]
+            first = self._first_row(refs, request)
+            plgpu.barrier_wait(refs.query_full.at[buffer])
+            load_weights = lambda j: plgpu.load(refs.head_weights.at[buffer, j], layout=_PER_HEAD)
+            if n * heads <= WEIGHTS_IN_REGISTERS:
+                kept = [load_weights(j) for j in range(n)]
+                load_weights = lambda j: kept[j]
+            # The first of this request's tiles that is this warpgroup's turn.
+            skip = lax.rem(warpgroup + consumers - lax.rem(count, jnp.int32(consumers)), jnp.int32(consumers))
+
+            def score_tile(step, carry):
+                ahead = skip + step * consumers
+                stage = lax.rem(count + ahead, jnp.int32(self.stages))
+                plgpu.barrier_wait(refs.full.at[stage])
+                scores = self._scores(refs, stage, buffer, load_weights)
+                plgpu.barrier_arrive(refs.free.at[stage])
+                left = (begin + ahead) * TILE
+                column = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_KEY) + left
+                for j in range(n):
+                    seen = jnp.where(column < row_limits[j], scores[j], -jnp.inf)
+                    self._store(refs, request, first, j, left, seen)
+                return carry
+
+            steps = lax.div(jnp.maximum(end - begin - skip, 0) + consumers - 1, jnp.int32(consumers))
+            lax.fori_loop(0, steps, score_tile, ())
+            self.fence()
+            plgpu.barrier_arrive(refs.query_free.at[buffer])
+
+        self._walk(refs, share, visit)
+
+    def _store(self, refs: _Refs, request, first, j, left, values):
+        """Write a part of row j of a request or group, if the group has that row."""
+        target = refs.out.at[first + j, pl.ds(left, values.shape[0])]
+        if not self.grouped:
+            target[...] = values
+            return
+
+        @pl.when(refs.groups[request, 2] > j)
+        def _():
+            target[...] = values
+
+    def _scores(self, refs: _Refs, stage, buffer, load_weights: Callable[[int], Array]) -> list[Array]:
+        """Scores of one tile, float32[64] for each new token. As many tokens as fit share one product."""
+        n, heads = self.n, self.heads
+        products_needed = -(-n // (self.config.product_columns // heads))
+        group = -(-n // products_needed)
+        scale = plgpu.load(refs.tile_scales.at[stage], layout=_PER_KEY, optimized=False)
+        scores = []
+        for first in range(0, n, group):
+            size = min(group, n - first)
+
+            def multiply(products, first=first, size=size):
+                some = refs.queries.at[buffer, pl.ds(first * heads, size * heads)]
+                plgpu.wgmma(products, refs.tiles.at[stage], some.transpose((1, 0)))
+                if (
+                    first == 0
+                ):  # the scales have been read; waiting for that costs nothing while the product runs
+                    self.fence()
+                return products[...]
+
+            products = pl.run_scoped(multiply, plgpu.ACC((TILE, size * heads), jnp.float32))
+            for j in range(size):
+                positive = jnp.maximum(products[:, j * heads : (j + 1) * heads], 0.0)
+                weighted = positive * lax.broadcast_in_dim(load_weights(first + j), positive.shape, [1])
+                scores.append(jnp.sum(weighted, axis=1) * scale)
+        return scores
+
+    def _fill(self, refs: _Refs, share):
+        """Write -inf to the block's share of the columns that belong to no tile."""
+        first_request, first_unit, last_request, last_unit = share[5:]
+        units = -(-self.columns // FILL)
+
+        def of_request(request, carry):
+            start = self._tiles(refs, request) * TILE
+            begin = jnp.where(request == first_request, first_unit, start // FILL)
+            end = jnp.where(request == last_request, last_unit, jnp.where(start < self.columns, units, 0))
+
+            def row(i, carry):
+                self._fill_row(refs, request, lax.rem(i, jnp.int32(self.n)), i // self.n * FILL, start)
+                return carry
+
+            return lax.fori_loop(begin * self.n, jnp.maximum(begin, end) * self.n, row, carry)
+
+        @pl.when((first_request < last_request) | (first_unit < last_unit))
+        def _():
+            lax.fori_loop(first_request, last_request + 1, of_request, ())
+
+    def _fill_row(self, refs: _Refs, request, j, left, start):
+        first = self._first_row(refs, request)
+        whole = (left >= start) & (left + FILL <= self.columns)
+
+        @pl.when(whole)
+        def _():
+            self._store(refs, request, first, j, left, jnp.full((FILL,), -jnp.inf, jnp.float32))
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            def of_tile(i, carry):
+                column = left + i * TILE
+
+                @pl.when((column >= start) & (column < self.columns))
+                def _():
+                    nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), _PER_KEY)
+                    self._store(refs, request, first, j, column, nothing)
+
+                return carry
+
+            lax.fori_loop(0, FILL // TILE, of_tile, ())
+
+
+def _fence() -> None:
+    """`plgpu.commit_smem` without its barrier, which nobody needs here: every thread arrives for itself."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    fence()
+
+
+def _drain(barriers, used, size: int) -> None:
+    """Wait for the last hand-over of every barrier that was used, oldest first."""
+
+    def wait(i, carry):
+        plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(size))])
+        return carry
+
+    lax.fori_loop(jnp.maximum(used - size, 0), used, wait, ())

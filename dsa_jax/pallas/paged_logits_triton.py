@@ -1,0 +1,170 @@
+"""Paged scoring of decode rows on any NVIDIA card from sm80 on, in Pallas-Triton: the kernel for A100.
+
+Ampere has no FP8. Four e4m3 codes are loaded as one word and each is turned into float16 by moving bits: sign to bit 15,
+the other seven bits up by seven. That is the value times 2**-8, exactly, subnormals included; products of two such numbers
+are exact in the tensor core's float32 sums, and ReLU lets the factor 2**16 wait until the end. The NaN codes become NaN.
+
+The words of a key are multiplied byte by byte: four products over 32 elements, against queries whose elements were
+reordered the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from dsa_jax.compat import Device, target_device
+from dsa_jax.pallas.triton_call import triton_call
+
+HEAD_DIM = 128
+PAGE_SIZES = (16, 32, 64, 128, 256)
+MAX_NEW_TOKENS = 8
+_BYTES, _WORDS = 4, HEAD_DIM // 4
+_UNSCALE = 2.0**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the scores are laid out on the card.
+
+    Attributes:
+        waves: programs per multiprocessor that the columns of all requests are cut into.
+        num_warps: warps of a program.
+        num_stages: pages in flight.
+    """
+
+    waves: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def supported_on(
+    device: Device, *, heads: int, new_tokens: int, page_size: int, head_dim: int = HEAD_DIM
+) -> None:
+    """Whether the kernel can run.
+
+    Raises:
+        NotImplementedError: with the reason, where it cannot.
+    """
+    if device.platform != "gpu" or device.capability is None or device.capability < (8, 0):
+        raise NotImplementedError("needs an NVIDIA GPU of compute capability 8.0 or more")
+    if heads < 16 or heads > 128 or heads & (heads - 1):
+        raise NotImplementedError(f"index heads is {heads}; the kernel takes 16, 32, 64 or 128")
+    if head_dim != HEAD_DIM:
+        raise NotImplementedError(f"index head dim is {head_dim}; the kernel takes {HEAD_DIM}")
+    if page_size not in PAGE_SIZES:
+        raise NotImplementedError(
+            f"page_size is {page_size}; the kernel takes {', '.join(map(str, PAGE_SIZES))}"
+        )
+    if not 1 <= new_tokens <= MAX_NEW_TOKENS:
+        raise NotImplementedError(
+            f"new tokens per request is {new_tokens}; the kernel takes 1 to {MAX_NEW_TOKENS}"
+        )
+
+
+def paged_logits_decode(
+    q: Array,
+    weights: Array,
+    keys: Array,
+    scales: Array,
+    page_table: Array,
+    limits: Array,
+    *,
+    page_scale: int,
+    layer_offset: int | Array,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> Array:
+    """Score every visible cached key for every new token; arguments and result as in `paged_logits_mosaic`."""
+    requests, n = q.shape[:2]
+    width, page_size = page_table.shape[1], keys.shape[1]
+    config = config or Config()
+    cores = target_device().cores or 108
+    pages_per_program = max(1, min(width, requests * width // (cores * config.waves)))
+    programs = pl.cdiv(width, pages_per_program)
+
+    def body(*refs):
+        _score(*refs, page_scale=page_scale, pages_per_program=pages_per_program, programs=programs)
+
+    call = triton_call(
+        body,
+        grid=(requests * programs,),
+        out_shape=jax.ShapeDtypeStruct((requests, n, width * page_size), jnp.float32),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name="paged_mqa_logits_triton",
+    )
+    out = call(
+        limits.astype(jnp.int32),
+        page_table.astype(jnp.int32),
+        jnp.asarray(layer_offset, jnp.int32).reshape(1),
+        _query_planes(q),
+        weights.astype(jnp.float32),
+        lax.bitcast_convert_type(keys.reshape(*keys.shape[:2], _WORDS, _BYTES), jnp.int32),
+        scales,
+    )
+    return out.reshape(requests * n, width * page_size)
+
+
+def _query_planes(q: Array) -> Array:
+    """``float16[R, n, 4, 32, H]``: plane b holds elements b, b + 4, b + 8, ... of all heads, times 2**-8."""
+    if q.dtype != jnp.uint8:
+        q = lax.bitcast_convert_type(q, jnp.uint8)
+    requests, n, heads, _ = q.shape
+    planes = q.reshape(requests, n, heads, _WORDS, _BYTES).transpose(0, 1, 4, 3, 2)
+    return _half(planes.astype(jnp.int32))
+
+
+def _half(code: Array) -> Array:
+    """The value of an e4m3 code, times 2**-8, as float16.
+
+    Args:
+        code: ``int32``, 0 to 255.
+    """
+    size = code & 0x7F
+    bits = ((code & 0x80) << 8) | jnp.where(size == 0x7F, 0x7FFF, size << 7)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+
+
+def _score(
+    limits, table, offset, planes, weights, words, scales, out, *, page_scale, pages_per_program, programs
+):
+    """One program: some consecutive pages of one request, all its new tokens."""
+    program = pl.program_id(0)
+    request, first = program // programs, program % programs * pages_per_program
+    n, (_, page_size, _) = out.shape[1], words.shape
+    last = jnp.minimum(first + pages_per_program, table.shape[1])
+    row_limits = [limits[request, j] for j in range(n)]
+    length = row_limits[0]
+    for limit in row_limits[1:]:
+        length = jnp.maximum(length, limit)
+    seen = jnp.clip((length + page_size - 1) // page_size, first, last)
+    within = jnp.arange(page_size, dtype=jnp.int32)
+
+    def score_page(p, carry):
+        page = table[request, p] * page_scale + offset[0]
+        word = words[page]
+        parts = [_half((word >> (8 * b)) & 0xFF) for b in range(_BYTES)]
+        scale = scales[page] * _UNSCALE
+        column = p * page_size + within
+        for j in range(n):
+            products = sum(pltriton.dot(parts[b], planes[request, j, b]) for b in range(_BYTES))
+            score = jnp.sum(jnp.maximum(products, 0.0) * weights[request, j][None, :], axis=1) * scale
+            out[request, j, pl.ds(p * page_size, page_size)] = jnp.where(
+                column < row_limits[j], score, -jnp.inf
+            )
+        return carry
+
+    def fill_page(p, carry):
+        for j in range(n):
+            out[request, j, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, jnp.float32)
+        return carry
+
+    lax.fori_loop(first, seen, score_page, None)
+    lax.fori_loop(seen, last, fill_page, None)

@@ -1,0 +1,211 @@
+"""Exact, deterministic top-k on GPU, in Pallas-Triton.
+
+One program selects from one span of one row. It holds a tile of scores in registers, finds the threshold by counting
+(topk_search.py) and writes the positions that pass in ascending order. A span longer than a tile is taken tile by tile:
+each tile adds to a candidate list only what the tiles before leave possible, and the list is the last tile. A row of
+several spans costs a second launch that selects from what the spans found. The work follows each row's true length: tiles
+beyond it are never read, a short row takes a small tile, and a row no longer than k is not read at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from dsa_jax.compat import Device
+from dsa_jax.pallas.topk_program import Shape, select_span
+from dsa_jax.pallas.triton_call import interpret_here, triton_call
+
+MAX_K = 2048
+"""Largest k: a tile must hold the candidates of several spans."""
+MAX_TILE = 32768
+"""Two counts of a tile share one int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a top-k is laid out on the card.
+
+    Attributes:
+        tiles: tile sizes in ascending order, powers of two from 128 times `warps` up to 32,768; a span takes the
+            smallest that holds it.
+        warps: warps of a program.
+        span: columns of one program, a multiple of the largest tile; rows up to this length take one launch.
+        exact: compare scores as integers; None does so in the interpreter, where XLA flushes subnormal floats.
+    """
+
+    tiles: tuple[int, ...]
+    warps: int
+    span: int
+    exact: bool | None = None
+
+
+def supported_on(device: Device, *, k: int | None = None) -> None:
+    """Raise NotImplementedError with the reason if the kernel cannot run there."""
+    if device.platform != "gpu" or device.capability is None or device.capability < (8, 0):
+        raise NotImplementedError("needs an NVIDIA GPU of compute capability 8.0 or more")
+    if k is not None and k > MAX_K:
+        raise NotImplementedError(f"k is {k}; this kernel selects at most {MAX_K}")
+
+
+def default_config(rows: int, columns: int, k: int, cores: int = 132) -> Config:
+    """Tiles, warps and spans for a problem.
+
+    A row that a tile holds takes one launch. Longer rows are split over several programs, and a second launch merges what
+    they find. Where the programs outnumber the multiprocessors, their tiles are smaller, so that two programs share one
+    multiprocessor and short rows cost what they should.
+    """
+    largest = min(MAX_TILE, max(1024, pl.next_power_of_2(columns)))
+    if columns > MAX_TILE and rows * pl.cdiv(columns, MAX_TILE) > cores:
+        largest = MAX_TILE // 2
+    span = largest
+    while pl.cdiv(columns, span) * k > MAX_TILE:
+        span *= 2
+    return Config(_tiles(largest), _warps(largest), span)
+
+
+def _warps(tile: int) -> int:
+    """Few warps with many scores each: all warps do the search's scalar arithmetic, and all wait for each other."""
+    return 16 if tile > 16384 else min(8, max(2, tile // 1024))
+
+
+def _tiles(largest: int) -> tuple[int, ...]:
+    """The largest tile, and one for short rows if that is more than they need."""
+    return (8192, largest) if largest > 8192 else (largest,)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "page_size", "config", "interpret"))
+def topk(
+    logits: Array,
+    limits: Array,
+    k: int,
+    *,
+    page_table: Array | None = None,
+    requests: Array | None = None,
+    page_size: int | None = None,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> Array:
+    """Positions, or cache rows, of the k largest of the first `limits` columns of each row.
+
+    The lowest position wins among equal scores, +0.0 equals -0.0, a NaN ranks below -inf. What stands in columns at and
+    beyond a row's limit has no influence.
+
+    Args:
+        logits: f32, bf16 or f16 `[N, S]`.
+        limits: int32`[N]`; what lies outside 0..S is clipped.
+        k: entries per row, 1 to 2,048.
+        page_table: int32`[R, W]` slots. With it the result holds rows `slot * page_size + offset` instead of positions,
+            which saves the launch of a conversion. Every page below the limit must be there; one that is not (a
+            negative slot) leaves -1 in place.
+        requests: int32`[N]`, the line of the page table of each row; needed with `page_table`.
+        page_size: tokens of a page, a power of two; needed with `page_table`.
+        config: layout on the card, `default_config` if None.
+        interpret: run as XLA operations; None does so where the target is no GPU.
+
+    Returns:
+        int32`[N, k]`: in ascending order of position, then -1.
+
+    Raises:
+        NotImplementedError: if k is over 2,048.
+    """
+    rows, columns = logits.shape
+    if k > MAX_K:
+        raise NotImplementedError(f"topk (Triton): k is {k}; this kernel selects at most {MAX_K}")
+    if rows == 0 or columns == 0:
+        return jnp.full((rows, k), -1, jnp.int32)
+    config = config or default_config(rows, columns, k)
+    interpret = interpret_here() if interpret is None else interpret
+    paging = _Paging.of(page_table, requests, page_size)
+    spans = pl.cdiv(columns, config.span)
+    chunks = pl.cdiv(min(config.span, columns), config.tiles[-1])
+    if spans * k > MAX_TILE or (chunks > 1 and chunks * k > config.tiles[-1]):
+        raise NotImplementedError(
+            f"topk (Triton): {columns} columns in {spans} spans of {chunks} tiles leave more candidates than a tile holds "
+            f"({config.tiles[-1]} in a span, {MAX_TILE} in a row); choose another split or implementation"
+        )
+    if spans == 1:
+        return _launch(logits, limits, k, config, interpret, paging)[0]
+    short, positions, values, *_ = _launch(logits, limits, k, config, interpret, paging)
+    width = max(1024, pl.next_power_of_2(spans * k))
+    merge = Config(_tiles(width), _warps(width), width, config.exact)
+    found = (config.span, columns, short, positions)
+    return _launch(values, limits, k, merge, interpret, paging, found)[0]
+
+
+class _Paging(NamedTuple):
+    """What turns positions into cache rows."""
+
+    page_table: Array
+    requests: Array
+    page_size: int
+
+    @classmethod
+    def of(cls, page_table: Array | None, requests: Array | None, page_size: int | None) -> _Paging | None:
+        if page_table is None and requests is None and page_size is None:
+            return None
+        if page_table is None or requests is None or page_size is None or page_size & (page_size - 1):
+            raise ValueError(
+                "topk (Triton): cache rows need page_table, requests and a page_size that is a power of two; got page_table "
+                f"{page_table is not None}, requests {requests is not None}, page_size {page_size}. Pass all three or none."
+            )
+        return cls(page_table, requests, page_size)
+
+
+def _launch(logits, limits, k, config, interpret, paging: _Paging | None, merge=None) -> tuple[Array, ...]:
+    """One launch: `(result, ...)`, followed by positions and values of the spans' finds if there are several spans.
+
+    `merge` is `(span, columns, result, positions)` of the launch whose values are `logits`.
+    """
+    rows, columns = logits.shape
+    merged_span, counted, short, positions = merge or (0, columns, None, None)
+    spans, largest = pl.cdiv(columns, config.span), config.tiles[-1]
+    chunks = pl.cdiv(min(config.span, columns), largest)
+    shape = Shape(
+        k=k,
+        columns=counted,
+        spans=spans,
+        span=config.span,
+        tiles=config.tiles,
+        listed=chunks > 1,
+        merged_span=merged_span,
+        page_size=paging.page_size if paging else 0,
+        warps=config.warps,
+        exact=interpret if config.exact is None else config.exact,
+        interpret=interpret,
+    )
+    operands = {"logits": logits, "limits": limits}
+    outputs = {"result": jax.ShapeDtypeStruct((rows, k), jnp.int32)}
+    if spans > 1:
+        outputs["positions"] = jax.ShapeDtypeStruct((rows, spans * k), jnp.int32)
+        outputs["values"] = jax.ShapeDtypeStruct((rows, spans * k), jnp.float32)
+    if chunks > 1:
+        outputs["list_positions"] = jax.ShapeDtypeStruct((rows * spans, chunks * k), jnp.int32)
+        outputs["list_values"] = jax.ShapeDtypeStruct((rows * spans, chunks * k), jnp.float32)
+    if paging:
+        operands |= {"page_table": paging.page_table, "requests": paging.requests}
+    aliases = {}
+    if merged_span:
+        aliases = {len(operands): 0}  # rows of one span are done: the merge completes the result in place
+        operands |= {"short": short, "found": positions}
+    names = (*operands, *outputs)
+
+    def body(*refs):
+        select_span(shape, dict(zip(names, refs, strict=True)))
+
+    call = triton_call(
+        body,
+        grid=(rows * spans,),
+        out_shape=tuple(outputs.values()),
+        name="topk_merge" if merged_span else "topk",
+        num_warps=config.warps,
+        input_output_aliases=aliases,
+        interpret=interpret,
+    )
+    return call(*operands.values())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from dsa_jax import support
+from dsa_jax import Cache, CacheLayout, support
+from dsa_jax.config import preset
+from dsa_jax.ops import gpu
 
 
 def test_the_page_is_generated():
@@ -26,3 +29,10 @@ def test_kernels_are_claimed_and_the_cpu_runs_the_reference():
     assert {support.chosen(op, kernels(), support.CARDS["CPU"]) for op, _, kernels in support.rows()} == {
         "xla"
     }
+
+
+def test_widths_that_triton_cannot_take_go_to_the_reference():
+    """None never fails: a latent of 24 entries is refused by the kernel before it is tried."""
+    model = dataclasses.replace(preset("deepseek-v3.2"), kv_lora_rank=24)
+    cache = Cache.abstract(CacheLayout.create(model, layers=(0,)), 1)
+    assert support.chosen("append_latent", gpu.append_latent(cache), support.CARDS["H100, H200"]) == "xla"

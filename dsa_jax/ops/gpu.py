@@ -28,6 +28,7 @@ def append_index_k(cache: Cache) -> tuple[Candidate, ...]:
         from dsa_jax.pallas import append_triton
 
         append_triton.supported_on(device, page_size=layout.page_size)
+        _need_power_of_two("index_head_dim", layout.index_head_dim)
 
     def run(cache: Cache, layer: int | Array, k: Array, rows: Array) -> Cache:
         from dsa_jax.pallas import append_triton
@@ -54,6 +55,8 @@ def append_latent(cache: Cache) -> tuple[Candidate, ...]:
         from dsa_jax.pallas import append_triton
 
         append_triton.supported_on(device, page_size=layout.page_size)
+        _need_power_of_two("latent_dim", layout.latent_dim)
+        _need_power_of_two("rope_dim", layout.rope_dim)
 
     def run(cache: Cache, layer: int | Array, latent: Array, k_rope: Array, rows: Array, key_scale) -> Cache:
         from dsa_jax.pallas import append_triton
@@ -77,6 +80,7 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
         from dsa_jax.pallas import gather_triton
 
         gather_triton.supported_on(device, page_size=layout.page_size)
+        _need_power_of_two("index_head_dim", layout.index_head_dim)
 
     def run(cache: Cache, layer: int | Array, rows: Array) -> tuple[Array, Array | None]:
         from dsa_jax.pallas import gather_triton
@@ -212,6 +216,11 @@ def _is_known(layer: int | Array) -> bool:
 def _need_gpu(device: Device) -> None:
     if device.platform != "gpu":
         raise NotImplementedError("needs an NVIDIA GPU")
+
+
+def _need_power_of_two(name: str, value: int) -> None:
+    if value < 4 or value & (value - 1):
+        raise NotImplementedError(f"{name} is {value}; Triton takes powers of two from 4")
 
 
 def _need(name: str, value: str, wanted: tuple[str, ...]) -> None:

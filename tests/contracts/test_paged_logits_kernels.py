@@ -88,6 +88,13 @@ def check(got: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(got[seen], expected[seen], rtol=2e-6, atol=2e-6 * size)
 
 
+def check_on_card(got: np.ndarray, expected: np.ndarray) -> None:
+    """-inf exactly where expected; elsewhere the accuracy of Hopper's FP8 products, which keep about 14 bits of the sum."""
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    a, b = (np.where(np.isfinite(expected), x, 0).astype(np.float64) for x in (got, expected))
+    assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
+
+
 # Heads, new tokens, page size, table width, blocks, schedule: pairwise. Lengths are those around a tile, a page and the
 # whole width, with empty requests between.
 CASES = {
@@ -250,7 +257,7 @@ def test_on_the_card(name, kernel):
     call = jax.jit(functools.partial(module.paged_logits_decode, page_scale=SCALE, layer_offset=LAYER_OFFSET))
     arguments = [jnp.asarray(array) for array in arguments]
     first = np.asarray(call(*arguments))
-    check(first, expected)
+    check_on_card(first, expected)
     for _ in range(19):
         np.testing.assert_array_equal(np.asarray(call(*arguments)), first)
 
@@ -263,7 +270,7 @@ def test_contexts_on_the_card():
         pytest.skip(str(reason))
     arguments, expected = context_scenario(64)
     call = jax.jit(functools.partial(paged_logits_mosaic.paged_logits_prefill, page_scale=SCALE))
-    check(np.asarray(call(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)), expected)
+    check_on_card(np.asarray(call(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)), expected)
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

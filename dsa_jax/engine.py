@@ -49,11 +49,18 @@ class Timing:
     decode_seconds: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
+    verifications: int = 0
+    accepted_drafts: int = 0
 
     @property
     def decode_tokens_per_second(self) -> float:
         """Decoded tokens a second over all requests; 0 before the first."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Draft tokens that one verification of one request keeps on average; 0 without drafts."""
+        return self.accepted_drafts / self.verifications if self.verifications else 0.0
 
 
 @dataclass
@@ -81,14 +88,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         """Check the sizes, allocate the cache and wrap the step."""
-        problems = [
-            f"{name} is {getattr(self, name)}; wanted at least 1"
-            for name in ("slots", "max_requests", "max_length", "prefill_chunk")
-            if getattr(self, name) < 1
-        ]
+        problems = self._size_problems()
         if problems:
             raise ValueError("Engine: " + "; ".join(problems) + ". Pass positive sizes.")
-        width = -(-self.max_length // self.layout.page_size)
+        width = -(-self._longest() // self.layout.page_size)
         self.prefill_bucket = Bucket(
             context_requests=self.max_requests, context_tokens=self.prefill_chunk, table_width=width
         )
@@ -98,8 +101,25 @@ class Engine:
         self._step = jax.jit(self.step, donate_argnums=(1,))
         self._sample = jax.jit(sample)
 
-    def warmup(self) -> float:
+    def _size_problems(self) -> list[str]:
+        names = ("slots", "max_requests", "max_length", "prefill_chunk")
+        return [
+            f"{name} is {getattr(self, name)}; wanted at least 1" for name in names if getattr(self, name) < 1
+        ]
+
+    def _longest(self) -> int:
+        """Positions that a page table must have room for."""
+        return self.max_length
+
+    def _positions(self, prompt: Sequence[int], tokens: int) -> int:
+        """Positions that a run may write; the last token is never written."""
+        return len(prompt) + tokens - 1
+
+    def warmup(self, tokens: int | None = None) -> float:
         """Compile both buckets by running them on empty batches, which change nothing.
+
+        Args:
+            tokens: new tokens that ``generate`` will be asked for; of no importance here.
 
         Returns:
             Seconds it took.
@@ -135,21 +155,28 @@ class Engine:
             ValueError: before anything runs, naming every prompt that is empty, holds too many tokens for the context or
                 the pool, and every argument out of range.
         """
+        prompts = [
+            tuple(prompt) for prompt in prompts
+        ]  # read again later, when the caller may reuse its lists
         self.check(prompts, tokens, temperature)
         return self._reserve_and_run(prompts, tokens, temperature, jax.random.key(seed), frozenset(stop))
 
     def _reserve_and_run(self, prompts, tokens, temperature, key, stop) -> Iterator[Generated]:
-        pool, names = self.pool, [object() for _ in prompts]  # names of this run alone: runs may interleave
-        for name, prompt in zip(names, prompts, strict=True):
-            # All pages a sequence will need, so that it cannot run dry half-way. The last token is never written.
-            pool, _ = grow(pool, name, len(prompt) + tokens - 1)
-        self.pool = pool
+        names = [object() for _ in prompts]  # names of this run alone: runs may interleave
+        tables = self._reserve(names, [self._positions(prompt, tokens) for prompt in prompts])
         try:
-            tables = [pool.pages(name) for name in names]
             yield from self._run_prompts(prompts, tables, tokens, temperature, key, stop)
         finally:
-            for name in names:
-                self.pool, _ = free(self.pool, name)
+            self._release(names)
+
+    def _reserve(self, names: Sequence[object], lengths: Sequence[int]) -> Any:
+        """All pages that the sequences will need, so that none can run dry half-way."""
+        self.pool, tables = reserve(self.pool, names, lengths)
+        return tables
+
+    def _release(self, names: Sequence[object]) -> None:
+        for name in names:
+            self.pool, _ = free(self.pool, name)
 
     def _run_prompts(self, prompts, tables, tokens, temperature, key, stop) -> Iterator[Generated]:
         last: dict[int, int] = {}
@@ -192,13 +219,7 @@ class Engine:
                     batch.append((request, prompt[done[request] : done[request] + take]))
                     done[request] += take
                     room -= take
-            logits = self._run(
-                self.prefill_bucket,
-                [tables[r] for r, _ in batch],
-                [done[r] for r, _ in batch],
-                [len(piece) for _, piece in batch],
-                [token for _, piece in batch for token in piece],
-            )
+            logits = self._feed(prompts, tables, batch, done)
             ends = np.cumsum([len(piece) for _, piece in batch]) - 1
             finished = [
                 (r, int(end)) for (r, _), end in zip(batch, ends, strict=True) if done[r] == len(prompts[r])
@@ -220,11 +241,19 @@ class Engine:
             self.timing.prefill_tokens += sum(len(piece) for _, piece in batch)
             yield from zip((r for r, _ in finished), drawn, strict=True)
 
+    def _feed(self, prompts, tables, batch, done) -> Array:
+        """Logits of one prefill step over ``batch``, pieces of prompts of which ``done`` tokens are fed with it."""
+        return self._run(
+            self.prefill_bucket,
+            [tables[r] for r, _ in batch],
+            [done[r] for r, _ in batch],
+            [len(piece) for _, piece in batch],
+            [token for _, piece in batch for token in piece],
+        )
+
     def _run(self, bucket: Bucket, tables, kv_lens, new_lens, tokens) -> Array:
         meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens)
-        padded = np.zeros(bucket.tokens, np.int32)
-        padded[: len(tokens)] = tokens
-        self.cache, logits = self._step(self.params, self.cache, meta, jnp.array(padded))
+        self.cache, logits = self._step(self.params, self.cache, meta, padded(tokens, bucket.tokens))
         return logits
 
     def _draw(self, logits, rows, requests, positions, temperature, key) -> list[int]:
@@ -254,14 +283,45 @@ class Engine:
                     f"{self.max_length}: shorten the prompt or ask for fewer tokens"
                 )
         if not problems:
-            pages = sum(self.pool.pages_for(len(prompt) + tokens - 1) for prompt in prompts)
-            if pages > self.pool.free_slots:
-                problems.append(
-                    f"the prompts and {tokens} new tokens each need {pages} pages of {self.layout.page_size} tokens, "
-                    f"the pool has {self.pool.free_slots} free: build the engine with more slots, or ask for less"
-                )
+            lengths = [self._positions(prompt, tokens) for prompt in prompts]
+            problems += self._page_problems(self.pool, "pool", lengths, tokens)
         if problems:
             raise ValueError("generate: " + "; ".join(problems) + ".")
+
+    @staticmethod
+    def _page_problems(pool: PagePoolState, name: str, lengths: Sequence[int], tokens: int) -> list[str]:
+        pages = sum(map(pool.pages_for, lengths))
+        if pages <= pool.free_slots:
+            return []
+        return [
+            f"the prompts and {tokens} new tokens each need {pages} pages of {pool.page_size} tokens, "
+            f"the {name} has {pool.free_slots} free: build the engine with more slots, or ask for less"
+        ]
+
+
+def reserve(
+    pool: PagePoolState, names: Sequence[object], lengths: Sequence[int]
+) -> tuple[PagePoolState, list[tuple[int, ...]]]:
+    """Give each name the pages for its length.
+
+    Returns:
+        The new state, and the slots of each name.
+
+    Raises:
+        OutOfPages: if the pool has too few for all of them; the state that was passed in is still good.
+    """
+    tables = []
+    for name, length in zip(names, lengths, strict=True):
+        pool, slots = grow(pool, name, length)
+        tables.append(slots)
+    return pool, tables
+
+
+def padded(tokens: Sequence[int], places: int) -> Array:
+    """Tokens in the first of so many places, 0 behind them: ``int32[places]``."""
+    out = np.zeros(places, np.int32)
+    out[: len(tokens)] = tokens
+    return jnp.array(out)
 
 
 def sample(logits: Array, rows: Array, key: Array, stream: Array, temperature: Array) -> Array:

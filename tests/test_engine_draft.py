@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import cases
+from benchmarks import loops_check
 from dsa_jax.cli import generate, main
 from dsa_jax.draft_engine import DraftEngine
 from dsa_jax.engine import Timing
@@ -264,3 +265,14 @@ def test_shipped_model_writes_the_same_text_with_drafts(drafts, capsys, monkeypa
     plain, drafted = (json.loads(out) for _, out, _ in runs)
     assert plain["tokens"] == drafted["tokens"]
     assert drafted["figures"]["accepted_draft_tokens_per_step"] > 0.4
+
+
+@pytest.mark.full
+def test_loops_benchmark_runs_on_a_cpu(tmp_path):
+    report = tmp_path / "loops.json"
+    options = ["--tokens", "3", "--batches", "1", "--derive-requests", "4", "--json", str(report)]
+    loops_check.main(options)
+    compared, accepted, derive = json.loads(report.read_text())["rows"]
+    assert compared["equal up to"] == [3]
+    assert accepted["prompts"] == 20
+    assert derive["derive_us"]["queued"] > 0

@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dsa_jax.cli.options import DEFAULT_MODEL, count, implementations, temperature
+from dsa_jax.cli.options import DEFAULT_MODEL, count, drafts, implementations, temperature
+from dsa_jax.draft_engine import MOST_DRAFTS, DraftEngine
+from dsa_jax.engine import Engine
 from dsa_jax.layout import CacheLayout
 from dsa_jax.layout_text import text_table
-
-if TYPE_CHECKING:
-    from dsa_jax.engine import Engine
 
 POOL_TOKENS = 8192
 """Tokens that the page pool holds unless ``--pool-tokens`` says otherwise."""
@@ -33,6 +32,13 @@ def add_parser(commands) -> None:
     parser.add_argument("--tokens", type=count, default=100, help="new tokens for each prompt (default 100)")
     parser.add_argument(
         "--temperature", type=temperature, default=0.7, help="0 takes the best token (default 0.7)"
+    )
+    parser.add_argument(
+        "--draft",
+        type=drafts,
+        default=0,
+        metavar="N",
+        help=f"tokens that the prediction layer drafts a step, 0 to {MOST_DRAFTS} (default 0: none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     parser.add_argument("--manager", choices=("v1", "v2"), default="v2", help="cache manager (default v2)")
@@ -73,13 +79,18 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"generate: prompt {', '.join(empty)} is empty; pass text to continue")
     _persist_compilations()
     engine, tokenizer, config = _build(arguments)
-    prompts = [tokenizer.encode(prompt).ids for prompt in arguments.prompts]
+    begin = [] if config.bos_token_id is None else [config.bos_token_id]
+    prompts = [begin + tokenizer.encode(prompt).ids for prompt in arguments.prompts]
     engine.check(prompts, arguments.tokens, arguments.temperature)  # before the wait for compilation
-    engine.warmup()
+    engine.warmup(arguments.tokens)
     made: list[list[int]] = [[] for _ in prompts]
     stream = _Stream(tokenizer, arguments.prompts, quiet=arguments.json)
     for new in engine.generate(
-        prompts, arguments.tokens, temperature=arguments.temperature, seed=arguments.seed
+        prompts,
+        arguments.tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        stop=config.eos_token_ids,
     ):
         made[new.request].append(new.token)
         stream.show(made)
@@ -95,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _build(arguments: argparse.Namespace) -> tuple[Engine, Any, Any]:
     try:
         from dsa_jax.models import checkpoint
-        from dsa_jax.models.step import make_step
+        from dsa_jax.models.step import make_speculative, make_step
     except ImportError as error:
         raise ValueError(
             f"generate: the model needs the package {error.name!r}, which is not installed; "
@@ -104,29 +115,44 @@ def _build(arguments: argparse.Namespace) -> tuple[Engine, Any, Any]:
     import jax
     import jax.numpy as jnp
 
-    from dsa_jax.engine import Engine
-
     name = arguments.model or DEFAULT_MODEL
     config = checkpoint.load_config(name)
-    layout = CacheLayout.create(
-        config.dsa,
-        manager=arguments.manager,
-        page_size=arguments.page_size,
-        key_form=arguments.kv_dtype,
-        index_form=arguments.index_dtype,
-    )
+    if arguments.draft and not config.dsa.num_mtp_layers:
+        raise ValueError(
+            f"generate: --draft is {arguments.draft}, but {name} has no prediction layer (num_nextn_predict_layers is 0); "
+            "leave --draft out, or pass a checkpoint with one"
+        )
+    forms: dict[str, Any] = {
+        "manager": arguments.manager,
+        "page_size": arguments.page_size,
+        "key_form": arguments.kv_dtype,
+        "index_form": arguments.index_dtype,
+    }
     tokenizer = checkpoint.load_tokenizer(name)
     # CPUs have no fast bfloat16 product; widening the weights is exact.
     dtype = jnp.float32 if jax.default_backend() == "cpu" else None
     model = checkpoint.load_pretrained(name, dtype=dtype)
-    step, params = make_step(model, index_topk=arguments.index_topk, implementation=arguments.implementation)
-    engine = Engine(
+    options: Any = {"index_topk": arguments.index_topk, "implementation": arguments.implementation}
+    slots = -(-arguments.pool_tokens // arguments.page_size)
+    sizes: dict[str, Any] = {
+        "layout": CacheLayout.create(config.dsa, **forms),
+        "slots": slots,
+        "max_requests": len(arguments.prompts),
+        "max_length": config.dsa.max_position_embeddings,
+    }
+    if not arguments.draft:
+        step, params = make_step(model, **options)
+        return Engine(step=step, params=params, **sizes), tokenizer, config
+    step, draft, params = make_speculative(model, **options)
+    engine = DraftEngine(
         step=step,
         params=params,
-        layout=layout,
-        slots=-(-arguments.pool_tokens // arguments.page_size),
-        max_requests=len(arguments.prompts),
-        max_length=config.dsa.max_position_embeddings,
+        draft=draft,
+        draft_layout=CacheLayout.create(config.dsa, layers=(config.dsa.num_layers,), **forms),
+        draft_slots=slots,
+        drafts=arguments.draft,
+        share_selection=config.dsa.index_share_for_mtp_iteration,
+        **sizes,
     )
     return engine, tokenizer, config
 
@@ -171,6 +197,15 @@ def _figures(engine: Engine, topk: int, prompts: list[list[int]], made: list[lis
     pages = sum(-(-n // layout.page_size) for n in lengths)
     per_role = {str(role): size for role, size in layout.bytes_per_token_by_role.items()}
     timing = engine.timing
+    drafting = {}
+    if isinstance(engine, DraftEngine):
+        drafting = {
+            "drafts": engine.drafts,
+            "draft_pool_bytes": engine.draft_cache.nbytes,
+            "decode_steps": timing.decode_steps,
+            "accepted_draft_tokens": timing.accepted_drafts,
+            "accepted_draft_tokens_per_step": round(timing.accepted_per_step, 3),
+        }
     return {
         "manager": layout.manager,
         "key_form": layout.key_form,
@@ -190,6 +225,7 @@ def _figures(engine: Engine, topk: int, prompts: list[list[int]], made: list[lis
         "decode_tokens": timing.decode_tokens,
         "decode_seconds": round(timing.decode_seconds, 4),
         "decode_tokens_per_second": round(timing.decode_tokens_per_second, 1),
+        **drafting,
     }
 
 
@@ -208,6 +244,9 @@ def _tables(figures: dict) -> str:
         ["decode", f"{figures['decode_tokens_per_second']:.1f} tokens a second"],
         ["compilation (apart)", f"{figures['compile_seconds']:.1f} s"],
     ]
+    if "drafts" in figures:
+        accepted = f"{figures['accepted_draft_tokens_per_step']:.2f} of {figures['drafts']}"
+        facts.insert(-1, ["accepted draft tokens per step", accepted])
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts]
     table = text_table(["role", "pages", "bytes/token", "bytes in use"], roles)

@@ -10,6 +10,7 @@ from pathlib import Path
 from dsa_jax import config as configs
 from dsa_jax import presets
 from dsa_jax.config import DSAConfig
+from dsa_jax.draft_engine import MOST_DRAFTS
 
 DEFAULT_MODEL = "docs-8m"
 """The model that ships with the library."""
@@ -24,6 +25,15 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number of at least 1")
     return value
+
+
+def drafts(text: str) -> int:
+    """An option's value as a number of draft tokens."""
+    if text not in {str(number) for number in range(MOST_DRAFTS + 1)}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of draft tokens; give 0 (none) to {MOST_DRAFTS}"
+        )
+    return int(text)
 
 
 def temperature(text: str) -> float:

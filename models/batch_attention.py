@@ -33,6 +33,7 @@ class AttentionOptions(NamedTuple):
 
     @property
     def needs_selection(self) -> bool:
+        """Whether a selection is made at all."""
         return self.attention == "sparse" or self.recall
 
 

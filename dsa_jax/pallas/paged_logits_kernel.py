@@ -123,6 +123,7 @@ class PagedLogitsKernel:
 
     @property
     def tiles_per_page(self) -> int:
+        """Tiles of one page; 1 where a tile takes several pages."""
         return max(1, self.page_size // TILE)
 
     def scratch(self) -> dict[str, Any]:

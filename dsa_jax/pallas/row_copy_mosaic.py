@@ -230,6 +230,7 @@ def fetch_ahead(array: str, row_bytes: int) -> list[str]:
 
 
 def barrier_address(base: str, buffer: int, part: int) -> str:
+    """PTX address of the barrier of one buffer's part."""
     return f"[{base}+{(buffer * _MOST_PARTS + part) * _BARRIER_BYTES}]"
 
 
@@ -245,4 +246,5 @@ def fetch_numbers(source: str, target: str, predicate: str) -> list[str]:
 
 
 def emit(ptx: list[str], *operands) -> None:
+    """Put PTX lines into the kernel as one block with registers of its own."""
     mgpu.utils.inline_ptx("{\n" + "\n".join(ptx) + "\n}", *operands, has_side_effects=True)

@@ -136,6 +136,7 @@ class _Comparing:
     leaves: Sequence[Array]
 
     def reaches(self, leaf: Array, key: Array) -> Array:
+        """Which scores of a leaf reach a key."""
         raise NotImplementedError
 
     def counts(self, a: Array, b: Array) -> tuple[Array, Array]:
@@ -168,9 +169,12 @@ class FloatScores(_Comparing):
         self.leaves, self._hardware = leaves, hardware
 
     def reaches(self, leaf: Array, key: Array) -> Array:
+        """As floats: a NaN reaches nothing."""
         return leaf >= key_float(key)
 
     def counts(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """As in `Scores`, with saturating arithmetic where both keys allow it."""
+
         def fast():
             below = [key_float(key - 1) for key in (a, b)]
             first, second = ([_thread_sum(self._steps(x, t)) for x in self.leaves] for t in below)
@@ -182,6 +186,7 @@ class FloatScores(_Comparing):
         return _split(lax.cond(usable, fast, lambda: self._packed_counts(a, b)))
 
     def masks(self, key: Array) -> list[Array]:
+        """As in `Scores`, with saturating arithmetic where the key allows it."""
         below = key_float(key - 1)
 
         def fast():
@@ -210,6 +215,7 @@ class FloatScores(_Comparing):
         return step
 
     def extremes(self, low: Array, high: Array) -> Extremes:
+        """As in `Scores`."""
         bottom, top = key_float(low), key_float(high)  # key_float(TOP) is a NaN: nothing reaches it
         inside = [(x >= bottom) & ~(x >= top) for x in self.leaves]
         greatest = _extreme(
@@ -240,10 +246,12 @@ class KeyScores(_Comparing):
         return (bits ^ (sign & 0x7FFFFFFF)) + _SHIFT
 
     def reaches(self, leaf: Array, key: Array) -> Array:
+        """As integers: exact for subnormal scores, too."""
         # Both zeros reach the key of either. TOP would wrap around; nothing reaches it.
         return (leaf >= jnp.where(key == 0, -1, key) + _SHIFT) & (key < TOP)
 
     def extremes(self, low: Array, high: Array) -> Extremes:
+        """As in `Scores`."""
         inside = [self.reaches(x, low) & ~self.reaches(x, high) for x in self.leaves]
         pairs = list(zip(inside, self.leaves, strict=True))
         greatest = _extreme(jnp.max, [jnp.where(i, x, _LOWEST) for i, x in pairs])

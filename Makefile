@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 PYTHON := .venv/bin/python
-PROMPT ?= Return the sum of the array elements over the given axis.
+PROMPT ?= Compute the mean of the array along the given axis.
 # Two workers: JAX itself uses the remaining cores.
 PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
 

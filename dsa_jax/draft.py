@@ -97,6 +97,10 @@ def advance(meta: StepMetadata, new_lens: Array, *, next_n: int | None = None) -
         new_lens: ``int32[R]``; 0 leaves a request out.
         next_n: token places of each decode request in the new step, if they change.
     """
+    if next_n is not None and next_n < 1:
+        raise ValueError(
+            f"advance: next_n is {next_n}, wanted at least 1. Leave it out to keep the bucket's."
+        )
     bucket = replace(meta.bucket, next_n=next_n or meta.bucket.next_n)
     return replace(meta, kv_lens=meta.kv_lens + new_lens, new_lens=new_lens, bucket=bucket)
 
@@ -112,6 +116,12 @@ def accept_greedy(logits: Array, drafts: Array, draft_lens: Array) -> tuple[Arra
     Returns:
         ``int32[R]`` accepted drafts and ``int32[R]``, the target's token after them.
     """
+    requests, count = drafts.shape
+    if logits.shape[:2] != (requests, count + 1) or draft_lens.shape != (requests,):
+        raise ValueError(
+            f"accept_greedy: logits is {list(logits.shape)} and draft_lens {list(draft_lens.shape)} for drafts "
+            f"{list(drafts.shape)}; wanted [{requests}, {count + 1}, V] and [{requests}]. Pass one row more than drafts."
+        )
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     accepted = _leading(best[:, :-1] == drafts, draft_lens)
     return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]

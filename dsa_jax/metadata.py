@@ -121,11 +121,11 @@ class StepMetadata:
         table = np.full((count, width), -1, np.int32)
         kv = np.zeros(count, np.int32)
         new = np.zeros(count, np.int32)
-        kv[: len(kv_lens)] = kv_lens
-        new[: len(new_lens)] = new_lens
+        kv[: len(kv_lens)] = _int32("kv_lens", kv_lens)
+        new[: len(new_lens)] = _int32("new_lens", new_lens)
         for row, slots in enumerate(page_tables):
             kept = list(slots)[:width]  # a wider table is fine as long as no length needs the cut columns
-            table[row, : len(kept)] = kept
+            table[row, : len(kept)] = _int32(f"page table {row}", kept)
         meta = cls(
             page_table=jnp.array(table),
             kv_lens=jnp.array(kv),
@@ -342,7 +342,7 @@ def _check_shapes(meta: StepMetadata) -> None:
 
 def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) -> None:
     problems = []
-    contexts, writers = bucket.context_requests, {}
+    contexts = bucket.context_requests
     for r, (kv, new) in enumerate(zip(kv_lens.tolist(), new_lens.tolist(), strict=True)):
         if kv < 0 or new < 0 or new > kv:
             problems.append(f"request {r} has kv_len {kv} and new_len {new}; wanted 0 <= new_len <= kv_len")
@@ -354,14 +354,9 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
             )
         elif (table[r, :pages] < 0).any():
             problems.append(f"request {r} of {kv} tokens needs {pages} pages, its table has a gap")
-        elif new:
-            # Pages may be shared, but a page that receives a token belongs to one request alone.
-            for slot in table[r, (kv - new) // layout.page_size : pages].tolist():
-                other = writers.setdefault(slot, r)
-                if other != r:
-                    problems.append(f"requests {other} and {r} both add tokens to the page in slot {slot}")
         if r >= contexts and new > bucket.next_n:
             problems.append(f"decode request {r} adds {new} tokens, next_n is {bucket.next_n}")
+    problems += _shared_writes(table, kv_lens, new_lens, layout.page_size)
     added = int(new_lens[:contexts].sum())
     if added > bucket.context_tokens:
         problems.append(f"the contexts add {added} tokens, the bucket has {bucket.context_tokens} places")
@@ -374,3 +369,31 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
             + "; ".join(problems)
             + ". Use a larger bucket, or split the step into smaller ones."
         )
+
+
+def _shared_writes(table, kv_lens, new_lens, page_size: int) -> list[str]:
+    """Pages may be shared, but a page that receives a token must be one request's alone, once."""
+    column = np.arange(table.shape[1])[None, :] * page_size
+    held = (column < kv_lens[:, None]) & (table >= 0)
+    written = held & (column + page_size > (kv_lens - new_lens)[:, None]) & (new_lens > 0)[:, None]
+    request, place = np.nonzero(held & np.isin(table, table[written]))
+    slots, first, counts = np.unique(table[request, place], return_index=True, return_counts=True)
+    problems = []
+    for slot, r, count in zip(slots.tolist(), request[first].tolist(), counts.tolist(), strict=True):
+        if count > 1:
+            others = sorted(set(request[table[request, place] == slot].tolist()))
+            problems.append(
+                f"slot {slot} receives tokens but is held {count} times, by request{'s' * (len(others) > 1)} "
+                f"{', '.join(map(str, others or [r]))}; a page that is written belongs to one request, once"
+            )
+    return problems
+
+
+def _int32(name: str, values) -> np.ndarray:
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.min() < -(2**31) or array.max() >= 2**31):
+        raise ValueError(
+            f"StepMetadata.create: {name} is {list(values)!r:.80}; wanted whole numbers that fit int32. "
+            "Pass lengths and slots as integers."
+        )
+    return array.astype(np.int32)

@@ -272,7 +272,7 @@ def test_quantize_index_k_forms():
     wanted, words = numpy_forms.quantize_fp4(keys, "even")
     np.testing.assert_array_equal(data, wanted)
     np.testing.assert_array_equal(scale, words)
-    with pytest.raises(ValueError, match=r"tie_rule is 'up'; wanted 'deepgemm'"):
+    with pytest.raises(ValueError, match=r"tie_rule is 'up', wanted 'deepgemm'"):
         ops.quantize_index_k(jnp.asarray(keys), "fp4", tie_rule="up")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"last dimension 64; wanted 128"):
         ops.quantize_index_k(jnp.zeros((3, 64)), "fp4")

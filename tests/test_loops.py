@@ -130,7 +130,16 @@ def test_decode_loop(manager):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "salt", "manager"), [(1, 1, "v2"), (2, 1, "v1"), (3, 0, "v2"), (5, 1, "v2"), (7, 1, "v1")]
+    ("drafts", "salt", "manager"),
+    [
+        (1, 1, "v2"),
+        (3, 0, "v2"),
+        (5, 1, "v1"),
+        pytest.param(2, 1, "v1", marks=pytest.mark.full),
+        pytest.param(4, 1, "v2", marks=pytest.mark.full),
+        pytest.param(6, 1, "v2", marks=pytest.mark.full),
+        pytest.param(7, 1, "v1", marks=pytest.mark.full),
+    ],
 )
 def test_speculation_writes_the_same_text(drafts, salt, manager):
     """Ragged requests, drafts that err (salt 1) or never do (salt 0): the text is that of plain decoding."""

@@ -14,6 +14,8 @@ from dsa_jax.models.batch import forward_batch
 from dsa_jax.models.train import card, evaluate, ngram, text
 from train_models import one_layer
 
+pytestmark = pytest.mark.full  # half a minute of compilation a stage
+
 FIRST = 10
 forward = nnx.jit(forward_batch, static_argnames=("attention", "index_keys"))
 

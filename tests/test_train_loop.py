@@ -15,6 +15,8 @@ from dsa_jax.models.train import loop, stages, state, updates
 from dsa_jax.models.train.streams import Streams
 from train_models import one_layer
 
+pytestmark = pytest.mark.full  # half a minute of compilation a stage
+
 WORDS = 16
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsa_jax.cli.options import DEFAULT_MODEL, count, drafts, implementations, temperature
+from dsa_jax.cli.options import DEFAULT_MODEL, count, drafts, implementations, seed, temperature
 from dsa_jax.draft_engine import MOST_DRAFTS, DraftEngine
 from dsa_jax.engine import Engine
 from dsa_jax.layout import CacheLayout
@@ -40,7 +40,7 @@ def add_parser(commands) -> None:
         metavar="N",
         help=f"tokens that the prediction layer drafts a step, 0 to {MOST_DRAFTS} (default 0: none)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the sampling (default 0)")
     parser.add_argument("--manager", choices=("v1", "v2"), default="v2", help="cache manager (default v2)")
     parser.add_argument("--page-size", type=count, default=64, help="tokens per page (default 64)")
     parser.add_argument(
@@ -74,6 +74,9 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: for anything that the arguments get wrong.
     """
+    for number, prompt in enumerate(arguments.prompts):
+        if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise ValueError(f"generate: prompt {number} is not valid UTF-8; pass text in that encoding")
     empty = [str(i) for i, prompt in enumerate(arguments.prompts) if not prompt]
     if empty:
         raise ValueError(f"generate: prompt {', '.join(empty)} is empty; pass text to continue")
@@ -115,8 +118,14 @@ def _build(arguments: argparse.Namespace) -> tuple[Engine, Any, Any]:
     import jax
     import jax.numpy as jnp
 
-    name = arguments.model or DEFAULT_MODEL
+    name = DEFAULT_MODEL if arguments.model is None else arguments.model
     config = checkpoint.load_config(name)
+    longest = config.dsa.max_position_embeddings
+    if (arguments.index_topk or 1) > longest:
+        raise ValueError(
+            f"generate: --index-topk is {arguments.index_topk}, the model's context is {longest} tokens; "
+            f"give at most {longest}"
+        )
     if arguments.draft and not config.dsa.num_mtp_layers:
         raise ValueError(
             f"generate: --draft is {arguments.draft}, but {name} has no prediction layer (num_nextn_predict_layers is 0); "

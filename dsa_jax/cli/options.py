@@ -36,6 +36,17 @@ def drafts(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """An option's value as a seed: a whole number of 32 bits."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed; give a whole number from 0 to 4294967295")
+    return value
+
+
 def temperature(text: str) -> float:
     """An option's value as a finite number of at least 0."""
     try:
@@ -70,12 +81,17 @@ def find_config(model: str | None) -> tuple[str, DSAConfig]:
     """
     if model is not None and model in presets.PRESETS:
         return model, configs.preset(model)
-    if model:
+    if model is not None:
         path = Path(model)
     else:  # found without importing the models, which need Flax
         spec = importlib.util.find_spec("dsa_jax.models")
         folders = spec.submodule_search_locations if spec else None
         path = Path(folders[0] if folders else "models") / "checkpoints" / DEFAULT_MODEL
+    if model is not None and (not model or not path.exists()):
+        raise ValueError(
+            f"model {model!r} is neither a preset ({', '.join(presets.PRESETS)}) nor a folder with a config.json; "
+            "pass one of the two, or leave it out for the shipped model."
+        )
     file = path / "config.json" if path.is_dir() else path
     try:
         mapping = json.loads(file.read_text(encoding="utf-8"))
@@ -84,4 +100,8 @@ def find_config(model: str | None) -> tuple[str, DSAConfig]:
             f"model {model or DEFAULT_MODEL!r}: {file} cannot be read as JSON ({error}). Pass a folder with a "
             f"config.json or one of the presets: {', '.join(presets.PRESETS)}."
         ) from error
+    if not isinstance(mapping, dict):
+        raise ValueError(
+            f"model {model!r}: {file} holds no JSON object; pass a Hugging Face style config.json."
+        )
     return model or DEFAULT_MODEL, DSAConfig.from_hf(mapping)

@@ -8,7 +8,7 @@ from jax import Array
 from dsa_jax import xla
 from dsa_jax.cache import Cache
 from dsa_jax.forms import INDEX_FORMS
-from dsa_jax.layout import Role
+from dsa_jax.layout import SCALE_RULES, TIE_RULES, Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
 from dsa_jax.ops.checks import Problems
@@ -50,7 +50,10 @@ def quantize_index_k(
     problems.dtype("k", k, ("float",))
     if form not in INDEX_FORMS:
         problems.note(f"form is {form!r}, wanted {' or '.join(map(repr, INDEX_FORMS))}")
-    problems.raise_if_any("Pass float keys [N, D] and one of the index forms.")
+    for name, rule, known in (("scale_rule", scale_rule, SCALE_RULES), ("tie_rule", tie_rule, TIE_RULES)):
+        if rule not in known:
+            problems.note(f"{name} is {rule!r}, wanted {' or '.join(map(repr, known))}")
+    problems.raise_if_any("Pass float keys [N, D], one of the index forms and known rules.")
     candidates = (Candidate("xla", xla.quantize_index_k),)
     return dispatch("quantize_index_k", implementation, candidates, k, form, scale_rule, tie_rule)
 
@@ -151,7 +154,7 @@ def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array |
         problems.note(
             f"key_scale is given, but key_form {cache.layout.key_form!r} has no per-tensor scale: leave it out"
         )
-    if isinstance(key_scale, (int, float)):
+    if isinstance(key_scale, (int, float, np.number)):
         if not 0 < key_scale < float("inf"):
             problems.note(f"key_scale is {key_scale!r}, wanted a positive finite number")
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 from jax import Array
 
 from dsa_jax import xla
@@ -54,6 +56,11 @@ def sparse_mla(
     problems.dtype("q", q, ("float",))
     problems.dtype("rows", rows, ("int32",))
     check_key_scale(problems, cache, key_scale)
+    if isinstance(softmax_scale, (jax.Array, np.ndarray)):
+        problems.shape("softmax_scale", softmax_scale, (), "")
+        problems.dtype("softmax_scale", softmax_scale, ("float",))
+    elif not isinstance(softmax_scale, (int, float, np.number)) or not 0 < softmax_scale < float("inf"):
+        problems.note(f"softmax_scale is {softmax_scale!r}, wanted a positive finite number")
     problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
     check_layer(cache, layer, Role.KEY)
     candidates = (

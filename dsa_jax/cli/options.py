@@ -89,8 +89,8 @@ def find_config(model: str | None) -> tuple[str, DSAConfig]:
         path = Path(folders[0] if folders else "models") / "checkpoints" / DEFAULT_MODEL
     if model is not None and (not model or not path.exists()):
         raise ValueError(
-            f"model {model!r} is neither a preset ({', '.join(presets.PRESETS)}) nor a folder with a config.json; "
-            "pass one of the two, or leave it out for the shipped model."
+            f"model {model!r} is neither a preset nor a folder. Pass a folder with a config.json or one of the presets: "
+            f"{', '.join(presets.PRESETS)}."
         )
     file = path / "config.json" if path.is_dir() else path
     try:

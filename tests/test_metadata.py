@@ -336,7 +336,7 @@ def test_two_requests_may_read_a_page_but_not_write_it():
     assert create([[3, 1], [3, 2]], [5, 6], [1, 2]).page_table.tolist() == [[3, 1, -1], [3, 2, -1]]
     with pytest.raises(ValueError, match="slot 3 receives tokens but is held 2 times, by requests 0, 1"):
         create([[3], [3]], [2, 2], [1, 1])
-    with pytest.raises(ValueError, match="requests 0 and 1 both add tokens to the page in slot 1"):
+    with pytest.raises(ValueError, match="slot 1 receives tokens but is held 2 times, by requests 0, 1"):
         create([[3, 1], [0, 1]], [6, 5], [2, 1])
 
 

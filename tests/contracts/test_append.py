@@ -299,7 +299,7 @@ def test_all_problems_in_one_error():
 def test_quantize_errors():
     with pytest.raises(ValueError, match=r"form is 'fp9', wanted 'fp8' or 'f32'.*Pass float keys"):
         ops.quantize_index_k(jnp.zeros((1, 128)), "fp9")
-    with pytest.raises(ValueError, match=r"scale_rule is 'up'.*Pass one of the two"):
+    with pytest.raises(ValueError, match=r"scale_rule is 'up', wanted 'ue8m0' or 'fp32'.*known rules"):
         ops.quantize_index_k(jnp.zeros((1, 128)), "fp8", scale_rule="up")  # pyright: ignore[reportArgumentType]
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
 from benchmarks.timing import kernel_times
+from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Config
 from dsa_jax.pallas.paged_logits_config import default_config, prefill_config
@@ -37,33 +38,34 @@ def many(*settings: tuple[int, int, int], **fields) -> list[Config]:
     return [Config(blocks_per_core=b, stages=s, compute_warpgroups=w, **fields) for b, s, w in settings]
 
 
-NARROW = [
-    *many((2, 4, 2), (2, 6, 2), (1, 9, 3), (1, 8, 4), (1, 8, 2)),
-    *many((2, 4, 2), fence=False),
+NARROW = [*many((2, 4, 2), (3, 3, 1)), *many((2, 4, 2), fence=True)]
+SHORT = many((2, 2, 1), (2, 2, 2), (2, 4, 2))
+DOUBLE = [
+    *many((1, 9, 3), (2, 4, 1), (1, 12, 3)),
+    *many((1, 8, 4), registers=(112, 24)),
 ]
 STACKED = [
-    *many((1, 8, 2), (1, 12, 2), registers=(224, 56)),
+    *many((1, 8, 2), registers=(224, 56)),
     *many((1, 12, 3), registers=(152, 40), product_columns=128),
-    *many((1, 8, 2), registers=(224, 56), fence=False),
 ]
 CONTEXTS = [
-    *many((1, 8, 2), registers=(224, 56), group_columns=512),
     *many((1, 8, 2), registers=(224, 56), group_columns=256),
-    *many((1, 6, 3), registers=(152, 40), group_columns=256, product_columns=128),
+    *many((1, 6, 3), (1, 12, 3), registers=(152, 40), group_columns=256, product_columns=128),
+    *many((1, 8, 4), registers=(112, 24), group_columns=128),
 ]
 SWEEP: list[tuple[Problem | ContextProblem, list[Config]]] = [
     (Problem(*BIG), NARROW),
     (Problem(*WIDE), NARROW),
     (Problem(*LONG), NARROW),
-    (Problem(*ONE), NARROW),
-    (Problem(*BIG, new_tokens=2), NARROW),
-    (Problem(*WIDE, new_tokens=2), NARROW),
-    (Problem(*LONG, new_tokens=2), NARROW),
-    (Problem(*ONE, new_tokens=2), NARROW),
-    (Problem(*BIG, heads=32), NARROW),
+    (Problem(*ONE), SHORT),
+    (Problem(*BIG, new_tokens=2), DOUBLE),
+    (Problem(*WIDE, new_tokens=2), DOUBLE),
+    (Problem(*LONG, new_tokens=2), DOUBLE),
+    (Problem(*ONE, new_tokens=2), SHORT),
+    (Problem(*BIG, heads=32), NARROW[:1]),
     (Problem(*BIG, new_tokens=4), STACKED),
     (Problem(*BIG, new_tokens=6), STACKED),
-    (Problem(*BIG, heads=32, new_tokens=4), NARROW),
+    (Problem(*BIG, heads=32, new_tokens=4), DOUBLE),
     (Problem(*BIG, heads=32, new_tokens=6), STACKED),
     (ContextProblem(512, 2048), CONTEXTS),
     (ContextProblem(8192, 8192), CONTEXTS),
@@ -82,7 +84,14 @@ def default_for(problem: Problem | ContextProblem) -> Config:
     """The schedule the library picks."""
     if isinstance(problem, ContextProblem):
         return prefill_config(heads=problem.heads)
-    return default_config(heads=problem.heads, new_tokens=problem.new_tokens)
+    keys = problem.width * problem.page_size
+    return default_config(
+        heads=problem.heads,
+        new_tokens=problem.new_tokens,
+        requests=problem.requests,
+        keys=keys,
+        cores=target_device().cores or 132,
+    )
 
 
 def build(problem: Problem | ContextProblem, config: Config | None) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def line(row: dict) -> str:
     name = (
         f"{row['problem']:17} wg{c['compute_warpgroups']} st{c['stages'] or '-':>2} b{c['blocks_per_core']}"
     )
-    name += f" w{c['waves']} c{c['product_columns']} {'f' if c['fence'] else '-'}"
+    name += f" c{c['product_columns']} g{c['group_columns']} {'f' if c['fence'] else '-'}"
     if "error" in row:
         return f"{name} {row['error']}"
     good = (

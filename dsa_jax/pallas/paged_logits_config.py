@@ -12,6 +12,8 @@ MAX_COLUMNS = 256
 TILES_IN_FLIGHT = 8
 """Stages of all blocks of a multiprocessor together. On an H200, 64 requests of 32,768 keys took 71.2 us with 8 tiles in
 flight, 72.6 with 16 and 80.9 with 24: more make the memory slower, not faster."""
+FEW_TILES = 4
+"""Up to this many tiles a block, what is done once a block counts."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one streaming multiprocessor of Hopper gives to its blocks."""
 
@@ -30,7 +32,7 @@ class PagedLogitsConfig:
         group_columns: columns of one group of context tokens, a multiple of the heads; decode rows are not regrouped.
         registers: registers of a compute thread and of a copying thread; None leaves the even split.
         fence: order reads of shared memory before the copy engine's next writes with a fence, as the memory model asks;
-            without it the hand-over through the barriers alone does that.
+            without it the hand-over through the barriers alone does that: a value that has been read cannot be overwritten.
     """
 
     compute_warpgroups: int = 2
@@ -41,26 +43,40 @@ class PagedLogitsConfig:
     product_columns: int = MAX_COLUMNS
     group_columns: int = 2 * MAX_COLUMNS
     registers: tuple[int, int] | None = None
-    fence: bool = True
+    fence: bool = False
 
 
-def default_config(*, heads: int, new_tokens: int) -> PagedLogitsConfig:
-    """The schedule for a shape.
+def default_config(*, heads: int, new_tokens: int, requests: int, keys: int, cores: int) -> PagedLogitsConfig:
+    """The schedule for a shape, as measured on an H200.
 
-    Two blocks share a multiprocessor where their registers allow it: up to 64 columns. Wide products take the registers
-    of the copying warpgroup.
+    Args:
+        heads: index heads.
+        new_tokens: new tokens of a request.
+        requests: decode requests.
+        keys: most keys of a request, the width of the scores.
+        cores: streaming multiprocessors.
+
+    Returns:
+        Two blocks share a multiprocessor where their registers allow it, up to 64 columns, and where a block has few tiles,
+        which finishes sooner with few barriers to set up. Wide products take registers from the copying warpgroup.
     """
     columns = heads * new_tokens
+    if columns <= 128 and requests * keys <= 2 * cores * FEW_TILES * TILE:
+        return PagedLogitsConfig(compute_warpgroups=1, stages=2, blocks_per_core=2)
     if columns <= 64:
         return PagedLogitsConfig(compute_warpgroups=2, blocks_per_core=2)
     if columns <= 128:
         return PagedLogitsConfig(compute_warpgroups=3, stages=9)
+    if columns <= 256:
+        return PagedLogitsConfig(compute_warpgroups=3, stages=12, registers=(152, 40), product_columns=128)
     return PagedLogitsConfig(compute_warpgroups=2, registers=(224, 56))
 
 
 def prefill_config(*, heads: int) -> PagedLogitsConfig:
-    """The schedule of contexts: groups of eight tokens."""
-    return PagedLogitsConfig(compute_warpgroups=2, registers=(224, 56), stages=8, group_columns=8 * heads)
+    """The schedule of contexts: groups of four tokens of 64 heads, or eight of 32."""
+    return PagedLogitsConfig(
+        compute_warpgroups=3, stages=6, registers=(152, 40), group_columns=256, product_columns=128
+    )
 
 
 def stages_for(rows: int, tiles: int, config: PagedLogitsConfig) -> int:

@@ -53,7 +53,10 @@ class _Refs:
 class PagedLogitsKernel:
     """The numbers a kernel is specialised for, and its body.
 
-    `fence` separates a thread's ordinary reads of shared memory from the copy engine's next writes there.
+    `fence` separates a thread's ordinary reads of shared memory from the copy engine's next writes there. `read_now` reads
+    the one number of an array in global memory at once, where the compiler would put it off until it is needed. `drain`
+    waits for hand-overs that nobody waited for: the interpreter minds a barrier in the middle of a phase; a card does not,
+    and the wait at the end of every block cost 0.2 us there.
     """
 
     n: int
@@ -64,6 +67,8 @@ class PagedLogitsKernel:
     stages: int
     config: PagedLogitsConfig
     fence: Callable[[], None]
+    drain: Callable[..., None]
+    read_now: Callable[[Any], Any]
     grouped: bool
 
     @classmethod
@@ -82,6 +87,8 @@ class PagedLogitsKernel:
             stages=config.stages or stages_for(n * heads, most_tiles, config),
             config=config,
             fence=plgpu.commit_smem if interpret else (_fence if config.fence else lambda: None),
+            drain=_drain if interpret else lambda barriers, begin, end, size: None,
+            read_now=(lambda ref: ref[0]) if interpret else _read_now,
             grouped=grouped,
         )
 
@@ -151,6 +158,8 @@ class PagedLogitsKernel:
     def body(self, *arrays, **scratch):
         """One block: the last warpgroup copies and fills, the others compute."""
         refs = _Refs(*arrays, **scratch)
+        # Beside the block's share: put off until it is needed, this would cost another trip to memory before the first copy.
+        layer_offset = self.read_now(refs.offset)
         share = [refs.plan[lax.axis_index("block"), i] for i in range(HEADER)]
         warpgroup = lax.axis_index("warpgroup")
         consumers = self.config.compute_warpgroups
@@ -159,11 +168,13 @@ class PagedLogitsKernel:
         def _copy():
             if self.config.registers:
                 plgpu.set_max_registers(self.config.registers[1], action="decrease")
-            segments, count = self._copy_tiles(refs, share)
+            segments, count = self._copy_tiles(refs, share, layer_offset)
             self._fill(refs, share)
-            # Every hand-over is waited for, so that no barrier is left in the middle of a phase.
-            _drain(refs.query_free, segments, self.config.query_buffers)
-            _drain(refs.free, count, self.stages)
+            for barriers, used, size in (
+                (refs.query_free, segments, self.config.query_buffers),
+                (refs.free, count, self.stages),
+            ):
+                self.drain(barriers, jnp.maximum(used - size, 0), used, size)
 
         @pl.when(warpgroup < consumers)
         def _compute():
@@ -211,8 +222,7 @@ class PagedLogitsKernel:
     def _tiles(self, refs: _Refs, request):
         return (self._length(refs, request) + (TILE - 1)) // TILE
 
-    def _copy_tiles(self, refs: _Refs, share):
-        layer_offset = refs.offset[0]
+    def _copy_tiles(self, refs: _Refs, share, layer_offset):
         block = lax.axis_index("block")
 
         def planned_slots(count):
@@ -233,18 +243,6 @@ class PagedLogitsKernel:
             return lax.cond(planned, lambda: planned_slots(count), lambda: table_slots(request, tile))
 
         def visit(request, begin, end, segment, count):
-            buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
-
-            @pl.when(segment >= self.config.query_buffers)
-            def _():
-                plgpu.barrier_wait(refs.query_free.at[buffer])
-
-            query_full = refs.query_full.at[buffer]
-            first = self._first_row(refs, request)
-            rows, columns = pl.ds(first, self.n), pl.ds(first * self.heads, self.n * self.heads)
-            plgpu.copy_gmem_to_smem(refs.q.at[columns], refs.queries.at[buffer], query_full)
-            plgpu.copy_gmem_to_smem(refs.weights.at[rows], refs.head_weights.at[buffer], query_full)
-
             def copy_tile(tile, carry):
                 stage, count, *slots = carry
 
@@ -257,10 +255,27 @@ class PagedLogitsKernel:
                 following = slots_of(request, tile + 1, count + 1)
                 return jnp.where(stage == self.stages - 1, 0, stage + 1), count + 1, *following
 
-            stage = lax.rem(count, jnp.int32(self.stages))
-            lax.fori_loop(begin, end, copy_tile, (stage, count, *slots_of(request, begin, count)))
+            # A tile goes first: it comes from far, the queries from the L2 cache, where every block wants them at once.
+            carry = copy_tile(
+                begin, (lax.rem(count, jnp.int32(self.stages)), count, *slots_of(request, begin, count))
+            )
+            self._copy_queries(refs, request, segment)
+            lax.fori_loop(begin + 1, end, copy_tile, carry)
 
         return self._walk(refs, share, visit)
+
+    def _copy_queries(self, refs: _Refs, request, segment):
+        buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
+
+        @pl.when(segment >= self.config.query_buffers)
+        def _():
+            plgpu.barrier_wait(refs.query_free.at[buffer])
+
+        full = refs.query_full.at[buffer]
+        first = self._first_row(refs, request)
+        rows, columns = pl.ds(first, self.n), pl.ds(first * self.heads, self.n * self.heads)
+        plgpu.copy_gmem_to_smem(refs.q.at[columns], refs.queries.at[buffer], full)
+        plgpu.copy_gmem_to_smem(refs.weights.at[rows], refs.head_weights.at[buffer], full)
 
     def _copy_part(self, refs: _Refs, page, tile, stage, i: int):
         """Start the copies of a tile's i-th page, or of the tile's part of a larger page."""
@@ -332,9 +347,8 @@ class PagedLogitsKernel:
             def multiply(products, first=first, size=size):
                 some = refs.queries.at[buffer, pl.ds(first * heads, size * heads)]
                 plgpu.wgmma(products, refs.tiles.at[stage], some.transpose((1, 0)))
-                if (
-                    first == 0
-                ):  # the scales have been read; waiting for that costs nothing while the product runs
+                if first == 0:
+                    # The scales have been read; waiting for that costs nothing while the product runs.
                     self.fence()
                 return products[...]
 
@@ -398,11 +412,29 @@ def _fence() -> None:
     fence()
 
 
-def _drain(barriers, used, size: int) -> None:
-    """Wait for the last hand-over of every barrier that was used, oldest first."""
+def _read_now(ref) -> Array:
+    """The one number of an ``int32[1]`` array in global memory, int32 scalar."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def read(_, ref):
+        i32 = mgpu.utils.dtype_to_ir_type(jnp.int32)
+        address = mgpu.utils.memref_ptr(ref)
+        value = mgpu.utils.inline_ptx(
+            "ld.volatile.global.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return read(ref)
+
+
+def _drain(barriers, begin, end, size: int) -> None:
+    """Wait for the hand-overs from `begin` up to `end`, oldest first; a barrier takes every `size`-th."""
 
     def wait(i, carry):
         plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(size))])
         return carry
 
-    lax.fori_loop(jnp.maximum(used - size, 0), used, wait, ())
+    lax.fori_loop(begin, end, wait, ())

@@ -97,7 +97,7 @@ def paged_logits_decode(
     """
     requests, n, heads, _ = q.shape
     page_size = keys.shape[1]
-    config = config or default_config(heads=heads, new_tokens=n)
+    config = config or _default(page_table, n, heads=heads, page_size=page_size)
     if plan is None:
         plan = decode_plan(page_table, limits, heads=heads, page_size=page_size, config=config, blocks=blocks)
     problem = PagedLogitsKernel.create(
@@ -187,7 +187,7 @@ def prefill_plan(
 ) -> tuple[Array, Array, Array]:
     """Work plan, groups and the groups' limits of a step's contexts; arguments as in `paged_logits_prefill`."""
     config = config or prefill_config(heads=heads)
-    blocks = blocks or (target_device().cores or 132) * config.blocks_per_core * config.waves
+    blocks = blocks or _cores() * config.blocks_per_core * config.waves
     size = config.group_columns // heads
     groups = context_groups(requests, size=size, most_requests=page_table.shape[0])
     row = jnp.arange(size, dtype=jnp.int32)[None, :]
@@ -209,6 +209,18 @@ def decode_plan(
     blocks: int | None = None,
 ) -> Array:
     """The work plan of a decode step, for all layers at once; arguments as in `paged_logits_decode`."""
-    config = config or default_config(heads=heads, new_tokens=limits.shape[1])
-    blocks = blocks or (target_device().cores or 132) * config.blocks_per_core * config.waves
+    config = config or _default(page_table, limits.shape[1], heads=heads, page_size=page_size)
+    blocks = blocks or _cores() * config.blocks_per_core * config.waves
     return work_plan(limits, page_table, blocks=blocks, page_size=page_size)
+
+
+def _default(page_table: Array, new_tokens: int, *, heads: int, page_size: int) -> PagedLogitsConfig:
+    requests, width = page_table.shape
+    return default_config(
+        heads=heads, new_tokens=new_tokens, requests=requests, keys=width * page_size, cores=_cores()
+    )
+
+
+def _cores() -> int:
+    """Streaming multiprocessors of the target; an H100's where it does not say."""
+    return target_device().cores or 132

@@ -45,13 +45,15 @@ DOUBLE = [
     *many((1, 8, 4), registers=(112, 24)),
 ]
 STACKED = [
-    *many((1, 8, 2), registers=(224, 56)),
-    *many((1, 12, 3), registers=(152, 40), product_columns=128),
+    *many((1, 8, 2), registers=(216, 72)),
+    *many((1, 12, 3), registers=(144, 72), product_columns=128, kept_weights=128),
 ]
 CONTEXTS = [
-    *many((1, 8, 2), registers=(224, 56), group_columns=256),
-    *many((1, 6, 3), (1, 12, 3), registers=(152, 40), group_columns=256, product_columns=128),
-    *many((1, 8, 4), registers=(112, 24), group_columns=128),
+    *many((1, 8, 2), registers=(216, 72), group_columns=256),
+    *many(
+        (1, 6, 3), (1, 12, 3), registers=(144, 72), group_columns=256, product_columns=128, kept_weights=128
+    ),
+    *many((1, 6, 3), registers=(136, 96), group_columns=128),
 ]
 SWEEP: list[tuple[Problem | ContextProblem, list[Config]]] = [
     (Problem(*BIG), NARROW),

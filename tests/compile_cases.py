@@ -45,15 +45,16 @@ def paged_logits(
     ]
 
 
-def paged_logits_prefill(*, tokens=8192, requests=4, heads=64, page_size=64, context=32768):
+def paged_logits_prefill(*, tokens=8192, requests=4, heads=64, page_size=64, context=32768, config=None):
     """The Hopper kernel over packed context tokens."""
     from dsa_jax.pallas import paged_logits_mosaic as module
 
     width, pages = context // page_size, 3 * requests * context // page_size
+    chosen = module.PagedLogitsConfig(**config) if config else None
 
     def run(q, weights, keys, scales, table, owners, limits, offset):
         return module.paged_logits_prefill(
-            q, weights, keys, scales, table, owners, limits, page_scale=3, layer_offset=offset
+            q, weights, keys, scales, table, owners, limits, page_scale=3, layer_offset=offset, config=chosen
         )
 
     return run, [

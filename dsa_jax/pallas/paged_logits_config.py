@@ -30,6 +30,7 @@ class PagedLogitsConfig:
         query_buffers: requests whose queries are in shared memory at a time, 1 or 2.
         product_columns: most columns (new tokens x heads) of one product, at most 256.
         group_columns: columns of one group of context tokens, a multiple of the heads; decode rows are not regrouped.
+        kept_weights: weights (new tokens x heads) that stay in registers over a whole request; more are read for every tile.
         registers: registers of a compute thread and of a copying thread; None leaves the even split.
         fence: order reads of shared memory before the copy engine's next writes with a fence, as the memory model asks;
             without it the hand-over through the barriers alone does that: a value that has been read cannot be overwritten.
@@ -42,6 +43,7 @@ class PagedLogitsConfig:
     query_buffers: int = 2
     product_columns: int = MAX_COLUMNS
     group_columns: int = 2 * MAX_COLUMNS
+    kept_weights: int = MAX_COLUMNS
     registers: tuple[int, int] | None = None
     fence: bool = False
 
@@ -67,15 +69,18 @@ def default_config(*, heads: int, new_tokens: int, requests: int, keys: int, cor
         return PagedLogitsConfig(compute_warpgroups=2, blocks_per_core=2)
     if columns <= 128:
         return PagedLogitsConfig(compute_warpgroups=3, stages=9)
-    if columns <= 256:
-        return PagedLogitsConfig(compute_warpgroups=3, stages=12, registers=(152, 40), product_columns=128)
-    return PagedLogitsConfig(compute_warpgroups=2, registers=(224, 56))
+    return PagedLogitsConfig(compute_warpgroups=2, registers=(216, 72))
 
 
 def prefill_config(*, heads: int) -> PagedLogitsConfig:
     """The schedule of contexts: groups of four tokens of 64 heads, or eight of 32."""
     return PagedLogitsConfig(
-        compute_warpgroups=3, stages=6, registers=(152, 40), group_columns=256, product_columns=128
+        compute_warpgroups=3,
+        stages=6,
+        registers=(144, 72),
+        group_columns=256,
+        product_columns=128,
+        kept_weights=128,
     )
 
 

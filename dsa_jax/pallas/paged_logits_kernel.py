@@ -16,9 +16,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
 from dsa_jax.pallas.paged_logits_plan import FILL, HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
 
-WEIGHTS_IN_REGISTERS = 256
-"""Up to this many weights (new tokens x heads) stay in registers over a whole request."""
-
 _E4M3 = jnp.float8_e4m3fn
 _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 _PER_HEAD = plgpu.Layout.WGMMA.reduce(0)
@@ -297,7 +294,7 @@ class PagedLogitsKernel:
             first = self._first_row(refs, request)
             plgpu.barrier_wait(refs.query_full.at[buffer])
             load_weights = lambda j: plgpu.load(refs.head_weights.at[buffer, j], layout=_PER_HEAD)
-            if n * heads <= WEIGHTS_IN_REGISTERS:
+            if n * heads <= self.config.kept_weights:
                 kept = [load_weights(j) for j in range(n)]
                 load_weights = lambda j: kept[j]
             # The first of this request's tiles that is this warpgroup's turn.

@@ -6,6 +6,9 @@ are exact in the tensor core's float32 sums, and ReLU lets the factor 2**16 wait
 
 The words of a key are multiplied byte by byte: four products over 32 elements, against queries whose elements were
 reordered the same way.
+
+FP4 keys come as words of eight codes and are multiplied nibble by nibble: eight products over 16 elements. A code times its
+group's power of two is exact in bfloat16, whose exponents are float32's, so nothing is left for the end.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from dsa_jax import quant
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas.triton_call import triton_call
+from dsa_jax.quant.fp4 import GROUP, NAN_SCALE
 
 HEAD_DIM = 128
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_NEW_TOKENS = 8
-_BYTES, _WORDS = 4, HEAD_DIM // 4
+_BYTES, _NIBBLES = 4, 8
 _UNSCALE = 2.0**16
 
 
@@ -68,7 +73,7 @@ def supported_on(
 
 
 def paged_logits_decode(
-    q: Array,
+    q: quant.Query,
     weights: Array,
     keys: Array,
     scales: Array,
@@ -80,8 +85,13 @@ def paged_logits_decode(
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> Array:
-    """Score every visible cached key for every new token; arguments and result as in `paged_logits_mosaic`."""
-    requests, n = q.shape[:2]
+    """Score every visible cached key for every new token; arguments and result as in `paged_logits_mosaic`.
+
+    FP4 keys are ``uint8[P, T, 64]`` packed codes with ``int32[P, T]`` scales, four UE8M0 bytes each; their q is the pair
+    ``(uint8[R, n, H, 64], int32[R, n, H])`` of the same.
+    """
+    planes = _fp4_query_planes(*q) if isinstance(q, tuple) else _query_planes(q)
+    requests, n = planes.shape[:2]
     width, page_size = page_table.shape[1], keys.shape[1]
     config = config or Config()
     cores = target_device().cores or 108
@@ -104,9 +114,9 @@ def paged_logits_decode(
         limits.astype(jnp.int32),
         page_table.astype(jnp.int32),
         jnp.asarray(layer_offset, jnp.int32).reshape(1),
-        _query_planes(q),
+        planes,
         weights.astype(jnp.float32),
-        lax.bitcast_convert_type(keys.reshape(*keys.shape[:2], _WORDS, _BYTES), jnp.int32),
+        lax.bitcast_convert_type(keys.reshape(*keys.shape[:2], -1, _BYTES), jnp.int32),
         scales,
     )
     return out.reshape(requests * n, width * page_size)
@@ -117,8 +127,14 @@ def _query_planes(q: Array) -> Array:
     if q.dtype != jnp.uint8:
         q = lax.bitcast_convert_type(q, jnp.uint8)
     requests, n, heads, _ = q.shape
-    planes = q.reshape(requests, n, heads, _WORDS, _BYTES).transpose(0, 1, 4, 3, 2)
+    planes = q.reshape(requests, n, heads, -1, _BYTES).transpose(0, 1, 4, 3, 2)
     return _half(planes.astype(jnp.int32))
+
+
+def _fp4_query_planes(codes: Array, scales: Array) -> Array:
+    """``bfloat16[R, n, 8, 16, H]``: plane i holds elements i, i + 8, i + 16, ... of all heads, their scales applied."""
+    values = quant.dequantize_fp4(codes, scales).astype(jnp.bfloat16)
+    return values.reshape(*scales.shape, -1, _NIBBLES).transpose(0, 1, 4, 3, 2)
 
 
 def _half(code: Array) -> Array:
@@ -130,6 +146,27 @@ def _half(code: Array) -> Array:
     size = code & 0x7F
     bits = ((code & 0x80) << 8) | jnp.where(size == 0x7F, 0x7FFF, size << 7)
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+
+
+def _fp8_planes(word: Array, scale: Array) -> tuple[list[Array], Array]:
+    """The planes of a page's keys, float16[T, 32] times 2**-8, and what its scores have to be multiplied by."""
+    return [_half((word >> (8 * b)) & 0xFF) for b in range(_BYTES)], scale * _UNSCALE
+
+
+def _fp4_planes(word: Array, scale: Array) -> tuple[list[Array], float]:
+    """The planes of a page's keys, bfloat16[T, 16], and what its scores have to be multiplied by."""
+    group = jnp.arange(word.shape[1], dtype=jnp.int32) // (GROUP // _NIBBLES)
+    byte = (scale[:, None] >> (8 * group)[None, :]) & 0xFF
+    power = lax.bitcast_convert_type(byte << 23, jnp.float32)
+    power = jnp.where(byte == NAN_SCALE, jnp.nan, power)
+    return [(_e2m1((word >> (4 * i)) & 0xF) * power).astype(jnp.bfloat16) for i in range(_NIBBLES)], 1.0
+
+
+def _e2m1(code: Array) -> Array:
+    """The value of an e2m1 code, ``int32`` 0 to 15, as float32: exponent and mantissa in place, 0 and 0.5 apart."""
+    size = code & 7
+    bits = jnp.where(size == 0, 0, 0x3F000000 + jnp.where(size > 1, size << 22, 0))
+    return lax.bitcast_convert_type(bits | ((code & 8) << 28), jnp.float32)
 
 
 def _score(
@@ -149,12 +186,11 @@ def _score(
 
     def score_page(p, carry):
         page = table[request, p] * page_scale + offset[0]
-        word = words[page]
-        parts = [_half((word >> (8 * b)) & 0xFF) for b in range(_BYTES)]
-        scale = scales[page] * _UNSCALE
+        decode = _fp4_planes if planes.dtype == jnp.bfloat16 else _fp8_planes
+        parts, scale = decode(words[page], scales[page])
         column = p * page_size + within
         for j in range(n):
-            products = sum(pltriton.dot(parts[b], planes[request, j, b]) for b in range(_BYTES))
+            products = sum(pltriton.dot(part, planes[request, j, b]) for b, part in enumerate(parts))
             score = jnp.sum(jnp.maximum(products, 0.0) * weights[request, j][None, :], axis=1) * scale
             out[request, j, pl.ds(p * page_size, page_size)] = jnp.where(
                 column < row_limits[j], score, -jnp.inf

@@ -1,0 +1,135 @@
+"""FP4 codes re-expressed as e4m3, on integers alone.
+
+A code of e2m1 times a power of two is a code of e4m3 as long as the power stays in range. The groups of a vector have
+powers of their own: a group whose power is 2**-d of the vector's greatest gets the codes of its values times 2**(6 - d),
+and the greatest power times 2**-6 is the scale of the whole vector. That is exact, with nothing but normal codes, for d up
+to 11. Who meets greater differences has to take the groups one by one, which needs no re-expression: d is 0 then.
+
+Eight codes of a group make a word. They become the bytes of two words, looked up four at a time by a byte permutation whose
+selector is the codes themselves. The elements are not put back into their order: a product over them does not care, if the
+other factor has them in the same one (`REORDER`).
+
+The functions take anything with integer operators and a `permute`, so that kernel and interpreter compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from dsa_jax.quant.fp4 import GROUPS, NAN_SCALE, unpack_nibbles
+
+MOST_DROP = 11
+"""Greatest difference of two exponents in one vector that the codes can carry."""
+SHIFT = 6
+"""Codes are those of the values times 2**SHIFT: 6 becomes 384, near e4m3's greatest, 448."""
+LEAST, GREATEST = 64, 190
+"""Scale bytes between which products of scales, weights and sums stay inside float32."""
+WORDS = 16
+"""Words of a vector."""
+_SIGNS = np.uint32(0x80808080)
+
+Permute = Callable[[Any, Any, Any], Any]
+"""``permute(a, b, selector)``: nibble i of the selector's lower half says which of the eight bytes of b and a is byte i."""
+
+
+def tables(drop: Any, group: Any, permute: Permute) -> tuple[Any, Any]:
+    """The e4m3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 times ``2**(SHIFT - d)``, as bytes of two words.
+
+    Args:
+        drop: four bytes d, one a group.
+        group: which one is meant, 0 to 3.
+        permute: see `Permute`.
+    """
+    # Seven codes have eight for each power of two; byte 0 of the first table is the code of 0 and stays.
+    return (
+        0x6C686000 - (permute(drop, 0, group * 0x1110 + 4) << 3),
+        0x7C787470 - (permute(drop, 0, group * 0x1111) << 3),
+    )
+
+
+def expand(word: Any, table: tuple[Any, Any], permute: Permute) -> tuple[Any, Any]:
+    """The e4m3 codes of a word's eight elements, 0 to 3 as bytes of the first result and 4 to 7 of the second."""
+    sizes = word & 0x77777777
+    # A sign is bit 7 of a byte of the word, or of the word moved by a nibble.
+    moved = word << 4
+    first = permute(*table, sizes) | (permute(moved, word, 0x5140) & _SIGNS)
+    second = permute(*table, sizes >> 16) | (permute(moved, word, 0x7362) & _SIGNS)
+    return first, second
+
+
+def reorder(x: Array) -> Array:
+    """Put elements ``[..., 128]`` where the kernel's product has them.
+
+    Column ``32 t + 16 c + 4 g + i`` of a product is element ``32 g + 8 t + 4 c + i``: step t of the product takes word t of
+    each of the four groups, its first four elements (c = 0) and its last.
+    """
+    parts = x.reshape(*x.shape[:-1], GROUPS, GROUPS, 2, 4)
+    return jnp.moveaxis(parts, -4, -2).reshape(x.shape)
+
+
+def spread(scales: Any) -> tuple[Any, Any]:
+    """Greatest scale byte of a vector, ``int32`` 0 to 255, and the four bytes' distances from it as bytes of an ``int32``.
+
+    Args:
+        scales: ``int32``, four UE8M0 bytes.
+    """
+    top = scale_bytes(scales, 0)
+    for group in range(1, GROUPS):
+        top = jnp.maximum(top, scale_bytes(scales, group))
+    return top, top * 0x01010101 - scales
+
+
+def doubts(top: Any, drop: Any) -> tuple[Any, Any]:
+    """Bits that say, or-ed together over any number of vectors, whether codes can carry all of them: see `doubtful`."""
+    # 15 - MOST_DROP more than a distance passes 15 exactly where the distance passes MOST_DROP; a sign where top is outside.
+    return drop | (drop + (15 - MOST_DROP) * 0x01010101), (top - LEAST) | (GREATEST - top)
+
+
+def doubtful(distances: Any, tops: Any) -> Any:
+    """Whether a vector behind these bits is beyond what codes can carry, bool."""
+    return ((distances & -0x0F0F0F10) != 0) | (tops < 0)
+
+
+def power(byte: Array) -> Array:
+    """``2**(byte - 127)`` as float32, NaN for 255 and 0 for 0 (never written)."""
+    value = lax.bitcast_convert_type(byte << 23, jnp.float32)
+    return jnp.where(byte == NAN_SCALE, jnp.nan, value)
+
+
+def scale_bytes(scales: Array, group: int) -> Array:
+    """One of the four bytes, ``int32`` 0 to 255."""
+    return lax.shift_right_logical(scales, 8 * group) & 0xFF
+
+
+def query_codes(packed: Array, scales: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """Queries as the kernel takes them.
+
+    Where all heads of a request fit, its codes carry the groups' exponents and its weights the heads'. Otherwise the codes
+    are those of the bare e2m1 values, and the kernel has to multiply each group's products with the groups' powers.
+
+    Args:
+        packed: ``uint8[R, n, H, 64]``.
+        scales: ``int32[R, n, H]``.
+        weights: ``float32[R, n, H]``.
+
+    Returns:
+        ``uint8[R, n, H, 128]`` e4m3 codes in the kernel's order; ``float32[R, n, 5, H]`` factors: half the weight (the
+        kernel adds x and |x|), then the power of each group; ``int32[R, 1]``, 1 for requests that do not fit.
+    """
+    top, drop = spread(scales)
+    fits = jnp.logical_not(jnp.any(doubtful(*doubts(top, drop)), axis=(1, 2), keepdims=True))
+    bytes_of = lambda word: jnp.stack([scale_bytes(word, g) for g in range(GROUPS)], axis=-1)
+    lower = jnp.where(fits[..., None], bytes_of(drop), 0)
+    codes = unpack_nibbles(packed).astype(jnp.int32).reshape(*scales.shape, GROUPS, -1)
+    size = codes & 7
+    bits = jnp.where(size == 0, 0, 0x60 + jnp.where(size > 1, 4 * size, 0) - 8 * lower[..., None])
+    e4m3 = (bits | ((codes & 8) << 4)).astype(jnp.uint8).reshape(*scales.shape, -1)
+    half = weights.astype(jnp.float32) * jnp.where(fits, power(top) * 2.0**-SHIFT, 1.0) * 0.5
+    powers = jnp.where(fits[..., None], 1.0, power(bytes_of(scales)) * 2.0**-SHIFT)
+    factors = jnp.concatenate([half[..., None], powers], axis=-1).swapaxes(2, 3)
+    return reorder(e4m3), factors, jnp.logical_not(fits).astype(jnp.int32).reshape(-1, 1)

@@ -1,0 +1,104 @@
+"""Paged scoring of FP4 keys on Hopper, which has no FP4: the codes become e4m3 in registers on their way into wgmma.
+
+The persistent grid, its plan and its ring of shared-memory stages are those of `paged_logits_mosaic`; tiles are half as
+large. A compute warpgroup takes the packed codes of 64 keys into registers, expands them to e4m3 relative to each key's
+greatest group exponent (`paged_logits_fp4_codes`: exact while the exponents of a key differ by at most 11) and multiplies
+from there. The queries were re-expressed the same way beforehand. Every key and query is checked: tiles with a key that does
+not fit, and requests with a query that does not, are scored again with a product for each group, which is always exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax import Array
+
+from dsa_jax.compat import target_device
+from dsa_jax.pallas import paged_logits_fp4_steps as steps
+from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig
+from dsa_jax.pallas.paged_logits_fp4_codes import query_codes
+from dsa_jax.pallas.paged_logits_fp4_kernel import PagedLogitsFp4Kernel
+from dsa_jax.pallas.paged_logits_mosaic import supported_on
+from dsa_jax.pallas.paged_logits_plan import work_plan
+
+__all__ = ["PagedLogitsConfig", "decode_plan", "default_config", "paged_logits_decode", "supported_on"]
+
+
+def default_config(*, heads: int, new_tokens: int) -> PagedLogitsConfig:
+    """The schedule for a shape."""
+    columns = heads * new_tokens
+    if columns <= 64:
+        return PagedLogitsConfig(compute_warpgroups=4, stages=16)
+    if columns <= 128:
+        return PagedLogitsConfig(compute_warpgroups=3, stages=15)
+    return PagedLogitsConfig(compute_warpgroups=2, stages=16, registers=(224, 56), product_columns=128)
+
+
+def paged_logits_decode(
+    q: tuple[Array, Array],
+    weights: Array,
+    keys: Array,
+    scales: Array,
+    page_table: Array,
+    limits: Array,
+    *,
+    page_scale: int,
+    layer_offset: int | Array,
+    plan: Array | None = None,
+    config: PagedLogitsConfig | None = None,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> Array:
+    """Score every visible cached key for every new token: ``sum_h weights[h] * relu(q[h] . k[s])``.
+
+    Args:
+        q: ``uint8[R, n, H, 64]`` packed codes and ``int32[R, n, H]`` scales, four UE8M0 bytes each.
+        weights: ``float32[R, n, H]``.
+        keys: ``uint8[P, T, 64]`` packed codes.
+        scales: ``int32[P, T]``.
+        page_table, limits, page_scale, layer_offset, plan, config, blocks, interpret: as in `paged_logits_mosaic`.
+
+    Returns:
+        ``float32[R * n, W * T]``, -inf at and beyond each row's limit. An odd W with pages of 32 costs a copy of it.
+    """
+    packed, powers = q
+    requests, n, heads, _ = packed.shape
+    page_size = keys.shape[1]
+    config = config or default_config(heads=heads, new_tokens=n)
+    if plan is None:
+        plan = decode_plan(page_table, limits, heads=heads, page_size=page_size, config=config, blocks=blocks)
+    problem = PagedLogitsFp4Kernel.create(
+        n, heads, page_table, page_size, page_scale, plan, requests, config, interpret
+    )
+    if interpret:
+        problem = dataclasses.replace(problem, steps=steps.interpreted())
+    e4m3, factors, misfits = query_codes(packed, powers, weights)
+    return problem.call(
+        plan,
+        misfits,
+        limits,
+        page_table,
+        layer_offset,
+        e4m3,
+        factors,
+        keys,
+        scales,
+        rows=requests * n,
+        interpret=interpret,
+    )
+
+
+def decode_plan(
+    page_table: Array,
+    limits: Array,
+    *,
+    heads: int,
+    page_size: int,
+    config: PagedLogitsConfig | None = None,
+    blocks: int | None = None,
+) -> Array:
+    """The work plan of a decode step, for all layers at once; arguments as in `paged_logits_decode`."""
+    config = config or default_config(heads=heads, new_tokens=limits.shape[1])
+    blocks = blocks or (target_device().cores or 132) * config.blocks_per_core * config.waves
+    return work_plan(limits, page_table, blocks=blocks, page_size=page_size)

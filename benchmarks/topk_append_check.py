@@ -7,6 +7,7 @@ the profiler's device times of one call, summed over its launches, on inputs tha
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -23,23 +24,35 @@ import numpy as np
 
 from benchmarks.timing import copy_rate, device_times
 from dsa_jax import quant
-from dsa_jax.pallas import append_triton, gather_triton, topk_triton
-from dsa_jax.pallas.topk_triton import Config
+from dsa_jax.pallas import append_triton, gather_triton, topk_mosaic, topk_triton
 from dsa_jax.xla.topk import topk_indices
 
 K = 2048
 
+Variants = dict[str, Callable[..., jax.Array]]
+
+
+def cluster(*arguments: int, **options: int) -> Callable[..., jax.Array]:
+    """The Mosaic kernel with a configuration of its own."""
+    return functools.partial(topk_mosaic.topk, config=topk_mosaic.Config(*arguments, **options))
+
+
+BOTH: Variants = {"mosaic": topk_mosaic.topk, "triton": topk_triton.topk}
+MOSAIC: Variants = {"mosaic": topk_mosaic.topk}
+
 # name: (rows, columns, true length or None, target in us or None, variants)
-TOPK: dict[str, tuple[int, int, int | None, float | None, dict[str, Config | None]]] = {
-    "64 x 32768": (64, 32768, None, 20, {"default": None, "8 warps": Config((32768,), 8, 32768)}),
-    "64 x 8192": (64, 8192, None, None, {"default": None}),
-    "64 x 8192 in 131072": (64, 131072, 8192, None, {"default": None}),
-    "4 x 131072": (4, 131072, None, 30, {"default": None}),
-    "64 x 131072": (64, 131072, None, 70, {"default": None, "4 spans": Config((8192, 32768), 16, 32768)}),
-    "1 x 32768": (1, 32768, None, None, {"default": None}),
-    "128 x 16384": (128, 16384, None, None, {"default": None}),
-    "1 x 1048576": (1, 1048576, None, None, {"default": None}),
-    "4096 x 8192": (4096, 8192, None, None, {"default": None}),
+TOPK: dict[str, tuple[int, int, int | None, float | None, Variants]] = {
+    "64 x 32768": (64, 32768, None, 20, BOTH | {"1,024 threads": cluster(1024, 16, 2, samples=1024)}),
+    "64 x 8192": (64, 8192, None, None, BOTH),
+    "64 x 8192 in 131072": (64, 131072, 8192, None, BOTH),
+    "4 x 131072": (4, 131072, None, 30, BOTH),
+    "64 x 131072": (64, 131072, None, 70, BOTH),
+    "1 x 32768": (1, 32768, None, None, MOSAIC),
+    "128 x 16384": (128, 16384, None, None, MOSAIC),
+    "1 x 1048576": (1, 1048576, None, None, MOSAIC),
+    "4096 x 8192": (4096, 8192, None, None, BOTH),
+    "1024 x 32768": (1024, 32768, None, None, BOTH),
+    "256 x 131072": (256, 131072, None, None, MOSAIC),
 }
 
 Row = dict[str, Any]
@@ -68,15 +81,25 @@ def limits_for(rows: int, columns: int, seed: int) -> jax.Array:
     return jnp.asarray(lengths, jnp.int32)
 
 
+@functools.cache
+def expected(
+    kind: str, rows: int, columns: int, length: int | None
+) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Scores, limits and what the reference selects; ragged limits if no length is given."""
+    x = scores(kind, rows, columns, seed=7)
+    limits = limits_for(rows, columns, 3) if length is None else jnp.full((rows,), length, jnp.int32)
+    return x, limits, np.asarray(reference(x, limits, K))
+
+
 reference = jax.jit(topk_indices, static_argnums=2)
 
 
 def check_topk(call: Callable, rows: int, columns: int, length: int | None) -> str:
     """Compare with the reference; says what differs."""
     for kind in ("normal", "zeros", "coarse", "heavy", "nan"):
-        x = scores(kind, rows, columns, seed=7)
-        for limits in (jnp.full((rows,), length or columns, jnp.int32), limits_for(rows, columns, 3)):
-            got, want = np.asarray(call(x, limits)), np.asarray(reference(x, limits, K))
+        for given in (length or columns, None):
+            x, limits, want = expected(kind, rows, columns, given)
+            got = np.asarray(call(x, limits))
             if not (got == want).all():
                 bad = np.where((got != want).any(axis=1))[0]
                 return (
@@ -91,15 +114,15 @@ def check_topk(call: Callable, rows: int, columns: int, length: int | None) -> s
 def compile_topk(pool: ThreadPoolExecutor, only: str) -> dict[tuple[str, str], Future]:
     """Start compiling all variants side by side."""
 
-    def build(rows: int, columns: int, config: Config | None):
-        call = jax.jit(lambda x, limits: topk_triton.topk(x, limits, K, config=config))
+    def build(rows: int, columns: int, topk: Callable[..., jax.Array]):
+        call = jax.jit(lambda x, limits: topk(x, limits, K))
         x = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
         return call.lower(x, jax.ShapeDtypeStruct((rows,), jnp.int32)).compile()
 
     return {
-        (shape, name): pool.submit(build, rows, columns, config)
+        (shape, name): pool.submit(build, rows, columns, topk)
         for shape, (rows, columns, _, _, variants) in TOPK.items()
-        for name, config in variants.items()
+        for name, topk in variants.items()
         if only in f"topk {shape} {name}"
     }
 

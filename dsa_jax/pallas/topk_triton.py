@@ -122,7 +122,7 @@ def topk(
         return jnp.full((rows, k), -1, jnp.int32)
     config = config or default_config(rows, columns, k)
     interpret = interpret_here() if interpret is None else interpret
-    paging = _Paging.of(page_table, requests, page_size)
+    paging = Paging.of(page_table, requests, page_size)
     spans = pl.cdiv(columns, config.span)
     chunks = pl.cdiv(min(config.span, columns), config.tiles[-1])
     if spans * k > MAX_TILE or (chunks > 1 and chunks * k > config.tiles[-1]):
@@ -139,26 +139,27 @@ def topk(
     return _launch(values, limits, k, merge, interpret, paging, found)[0]
 
 
-class _Paging(NamedTuple):
-    """What turns positions into cache rows."""
+class Paging(NamedTuple):
+    """What turns positions into cache rows: int32`[R, W]` slots, int32`[N]` requests, tokens of a page."""
 
     page_table: Array
     requests: Array
     page_size: int
 
     @classmethod
-    def of(cls, page_table: Array | None, requests: Array | None, page_size: int | None) -> _Paging | None:
+    def of(cls, page_table: Array | None, requests: Array | None, page_size: int | None) -> Paging | None:
+        """From the arguments of a top-k; None without any of them."""
         if page_table is None and requests is None and page_size is None:
             return None
         if page_table is None or requests is None or page_size is None or page_size & (page_size - 1):
             raise ValueError(
-                "topk (Triton): cache rows need page_table, requests and a page_size that is a power of two; got page_table "
+                "topk: cache rows need page_table, requests and a page_size that is a power of two; got page_table "
                 f"{page_table is not None}, requests {requests is not None}, page_size {page_size}. Pass all three or none."
             )
         return cls(page_table, requests, page_size)
 
 
-def _launch(logits, limits, k, config, interpret, paging: _Paging | None, merge=None) -> tuple[Array, ...]:
+def _launch(logits, limits, k, config, interpret, paging: Paging | None, merge=None) -> tuple[Array, ...]:
     """One launch: `(result, ...)`, followed by positions and values of the spans' finds if there are several spans.
 
     `merge` is `(span, columns, result, positions)` of the launch whose values are `logits`.

@@ -1,6 +1,8 @@
-"""The Triton top-k kernel, interpreted, against a NumPy model: tiles, candidate lists, spans, and every corner of a row."""
+"""The top-k kernels, interpreted, against a NumPy model: tiles, blocks, lists, spans, and every corner of a row."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 
 from compile_without_gpu import compile_case
 from dsa_jax.compat import Device, target_device
-from dsa_jax.pallas import topk_triton
+from dsa_jax.pallas import topk_mosaic, topk_triton
 from dsa_jax.pallas.topk_triton import Config
 
 NAN, INF, K, COLUMNS = np.nan, np.inf, 8, 500
@@ -22,6 +24,15 @@ CONFIGS = {
     "candidate list": Config((128,), 1, 512),
     "spans": Config((128,), 1, 128),
     "floats": Config((512,), 1, 512, exact=False),
+}
+KERNELS = {name: partial(topk_triton.topk, config=config) for name, config in CONFIGS.items()} | {
+    f"mosaic, {name}": partial(topk_mosaic.topk, config=config)
+    for name, config in {
+        "one block": topk_mosaic.Config(128, 4, 1),
+        "keys in shared memory": topk_mosaic.Config(128, 8, 1, least=4, held=4),
+        "two blocks": topk_mosaic.Config(128, 4, 2, least=1, samples=128),
+        "four blocks, threads to spare": topk_mosaic.Config(256, 4, 4, least=1),
+    }.items()
 }
 
 
@@ -103,30 +114,34 @@ def rows(rng: np.random.Generator) -> dict[str, tuple[np.ndarray, int]]:
     return {name: (row.astype(np.float32), limit) for name, (row, limit) in found.items()}
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_corners(config):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_corners(kernel):
     named = rows(np.random.default_rng(5))
-    if CONFIGS[config].exact is None:
+    if kernel != "floats":
         named["subnormals"] = (
             np.resize(np.array([TINY, 3 * TINY, 0, -TINY, 2 * TINY], np.float32), COLUMNS),
             30,
         )
     logits = np.stack([row for row, _ in named.values()])
     limits = np.array([limit for _, limit in named.values()], np.int32)
-    got = topk_triton.topk(jnp.asarray(logits), jnp.asarray(limits), K, config=CONFIGS[config])
+    got = KERNELS[kernel](jnp.asarray(logits), jnp.asarray(limits), K)
     assert got.shape == (len(named), K)
     assert got.dtype == jnp.int32
     for name, row in zip(named, np.asarray(got), strict=True):
         np.testing.assert_array_equal(row, model(*named[name], K), err_msg=name)
 
 
+MODULES = {"triton": topk_triton, "mosaic": topk_mosaic}
+
+
+@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("columns", "k", "dtype"), [(5, 7, jnp.float32), (131, 3, jnp.bfloat16)])
-def test_odd_widths(columns, k, dtype):
+def test_odd_widths(module, columns, k, dtype):
     """Rows that end inside a group of four, k beyond the width, scores of 16 bits."""
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.normal(size=(4, columns)), dtype)
     limits = np.array([columns, columns - 1, k, 1], np.int32)
-    got = topk_triton.topk(logits, jnp.asarray(limits), k)
+    got = MODULES[module].topk(logits, jnp.asarray(limits), k)
     wanted = [
         model(row, limit, k)
         for row, limit in zip(np.asarray(logits.astype(jnp.float32)), limits, strict=True)
@@ -134,37 +149,86 @@ def test_odd_widths(columns, k, dtype):
     np.testing.assert_array_equal(got, np.stack(wanted))
 
 
-def test_large_tied_group():
+def scores_of(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random scores with ties, infinities or NaN."""
+    x = rng.normal(size=shape).astype(np.float32)
+    if kind == "rounded":
+        return np.round(x * 2) / 2
+    if kind == "mostly NaN":
+        return np.where(x > -1.5, NEGATIVE_NAN, np.where(x > -2, -INF, x))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "k"), [("normal", 64), ("rounded", 64), ("mostly NaN", 64), ("mostly NaN", 300)]
+)
+@pytest.mark.parametrize(
+    ("columns", "config"),
+    [
+        (3_000, topk_mosaic.Config(128, 8, 4, least=2)),
+        (2_200, topk_mosaic.Config(128, 4, 1)),  # five spans of 512
+        (2_200, topk_mosaic.Config(128, 4, 2, least=2)),  # three of 1,024
+        (5_000, topk_mosaic.Config(128, 40, 1, held=8)),  # over 32 scores a thread: two words of marks a lane
+        (9_000, topk_mosaic.Config(128, 64, 2, least=4, held=0)),
+    ],
+)
+def test_blocks_and_spans(kind, k, columns, config):
+    """Rows of all lengths around the blocks' and spans' ends, each divided anew over blocks and threads."""
+    ends = (129, 257, 310, 511, 512, 513, 575, 577, 1_023, 1_025, 2_047, 2_049)
+    limits = [0, k, k + 1, *ends, columns - 1, columns]
+    logits = scores_of(kind, np.random.default_rng(11), (len(limits), columns))
+    got = topk_mosaic.topk(jnp.asarray(logits), jnp.asarray(limits, jnp.int32), k, config=config)
+    for row, limit, positions in zip(logits, limits, np.asarray(got), strict=True):
+        np.testing.assert_array_equal(positions, model(row, limit, k), err_msg=f"limit {limit}")
+
+
+@pytest.mark.parametrize("sampled", [-100, 100, None])
+def test_misleading_sample(sampled):
+    """The k-th largest lies above or below all that the sample holds: the search widens its range, and stays exact."""
+    columns, k = 4_096, 256
+    logits = scores_of("normal", np.random.default_rng(4), (2, columns))
+    places = (np.arange(16)[:, None] * 256 + np.arange(8)).reshape(-1)  # what a sample of 128 reads
+    if sampled is not None:
+        logits[0, places] = sampled + np.arange(128)[::-1] / 256
+    logits[1, places] = 3e38 * (-1) ** np.arange(128)
+    config = topk_mosaic.Config(128, 32, 1, samples=128)
+    got = topk_mosaic.topk(jnp.asarray(logits), jnp.full(2, columns, jnp.int32), k, config=config)
+    np.testing.assert_array_equal(got, np.stack([model(row, columns, k) for row in logits]))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_large_tied_group(module):
     """A tied group far larger than k around the threshold: every distinct large one, no small one, the first of the ties."""
     scores = np.ones(10_000, np.float32)
     large, small = [9_999, 17, 5_000, 5_001, 2_500], [3, 4_000, 4_001, 8_191, 8_192]
     scores[large] = [5, 6, 7, 8, 9]
     scores[small] = 0
     logits = np.stack([scores, np.zeros_like(scores)])
-    got = np.asarray(topk_triton.topk(jnp.asarray(logits), jnp.array([10_000, 10_000], jnp.int32), 2_048))
+    got = np.asarray(MODULES[module].topk(jnp.asarray(logits), jnp.array([10_000, 10_000], jnp.int32), 2_048))
     ties = [i for i in range(10_000) if i not in large + small][: 2_048 - 5]
     np.testing.assert_array_equal(got[0], sorted(large + ties))
     np.testing.assert_array_equal(got[1], np.arange(2_048))
 
 
-@pytest.mark.parametrize("config", ["one tile", "spans"])
-def test_cache_rows(config):
+@pytest.mark.parametrize(
+    ("kernel", "width"),
+    [
+        (KERNELS["one tile"], COLUMNS),
+        (KERNELS["spans"], COLUMNS),
+        (KERNELS["mosaic, two blocks"], COLUMNS),
+        (KERNELS["mosaic, one block"], 2 * COLUMNS),  # two spans
+    ],
+)
+def test_cache_rows(kernel, width):
     """Positions translated through the page table of each row's request; a page that is not there leaves -1."""
     rng, page_size = np.random.default_rng(3), 16
-    logits = rng.normal(size=(5, COLUMNS)).astype(np.float32)
-    limits, requests = np.array([COLUMNS, 5, 170, 0, 500], np.int32), np.array([1, 0, 0, -1, 2], np.int32)
-    table = rng.permutation(120)[: 3 * 32].reshape(3, 32).astype(np.int32)
+    logits = rng.normal(size=(5, width)).astype(np.float32)
+    limits, requests = np.array([width, 5, 170, 0, width], np.int32), np.array([1, 0, 0, -1, 2], np.int32)
+    table = rng.permutation(240)[: 3 * 64].reshape(3, 64).astype(np.int32)
     table[2, 4] = -1
     logits[4, 64:67] = 50  # three of the best lie on the missing page
-    got = topk_triton.topk(
-        jnp.asarray(logits),
-        jnp.asarray(limits),
-        K,
-        page_table=jnp.asarray(table),
-        requests=jnp.asarray(requests),
-        page_size=page_size,
-        config=CONFIGS[config],
-    )
+    paging = dict(page_table=jnp.asarray(table), requests=jnp.asarray(requests), page_size=page_size)
+    got = kernel(jnp.asarray(logits), jnp.asarray(limits), K, **paging)
     for row in range(5):
         positions = model(logits[row], int(limits[row]), K)
         slots = np.where(positions >= 0, table[requests[row], positions // page_size], -1)
@@ -172,18 +236,26 @@ def test_cache_rows(config):
             got[row], np.where(slots >= 0, slots * page_size + positions % page_size, -1)
         )
     with pytest.raises(ValueError, match="Pass all three or none"):
-        topk_triton.topk(jnp.asarray(logits), jnp.asarray(limits), K, page_size=page_size)
+        kernel(jnp.asarray(logits), jnp.asarray(limits), K, page_size=page_size)
 
 
-def test_no_rows():
-    assert topk_triton.topk(jnp.zeros((0, 64)), jnp.zeros(0, jnp.int32), 4).shape == (0, 4)
+@pytest.mark.parametrize("module", MODULES)
+def test_no_rows(module):
+    assert MODULES[module].topk(jnp.zeros((0, 64)), jnp.zeros(0, jnp.int32), 4).shape == (0, 4)
 
 
-@pytest.mark.parametrize("config", [Config((1024,), 4, 2048), Config((4096,), 4, 40_960)])
-def test_candidates_that_fit_no_tile_are_refused(config):
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        partial(topk_triton.topk, config=Config((1024,), 4, 2048)),
+        partial(topk_triton.topk, config=Config((4096,), 4, 40_960)),
+        partial(topk_mosaic.topk, config=topk_mosaic.Config(128, 4, 1)),
+    ],
+)
+def test_candidates_that_fit_nowhere_are_refused(kernel):
     """Too many spans for a merge, too many tiles for a candidate list."""
-    with pytest.raises(NotImplementedError, match="more candidates than a tile holds"):
-        topk_triton.topk(jnp.zeros((1, 40_000)), jnp.zeros(1, jnp.int32), 2_048, config=config)
+    with pytest.raises(NotImplementedError, match="more candidates than a (tile|cluster) holds"):
+        kernel(jnp.zeros((1, 40_000)), jnp.zeros(1, jnp.int32), 2_048)
 
 
 @pytest.mark.parametrize("columns", [1, 2_049, 8_192, 32_768, 131_072, 1 << 20])
@@ -202,6 +274,18 @@ def test_default_config_fits(rows, columns, k):
     assert chunks == 1 or chunks * k <= largest
 
 
+@pytest.mark.parametrize("columns", [1, 2_049, 8_192, 9_000, 32_768, 50_000, 131_072, 1 << 20])
+@pytest.mark.parametrize("rows", [1, 4, 64, 130, 4_096])
+def test_default_cluster_fits(rows, columns):
+    """The same for clusters: two launches at most, scores in quads, shared memory that a block can have."""
+    config = topk_mosaic.default_config(rows, columns)
+    spans = -(-columns // config.capacity)
+    assert spans == 1 or spans * topk_mosaic.MAX_K <= config.capacity
+    assert (config.items % 4, config.held % 4, config.samples % config.threads) == (0, 0, 0)
+    assert config.items <= 64
+    assert (config.items - config.held) * config.threads * 4 <= 180_000
+
+
 @pytest.mark.parametrize(
     ("device", "k", "reason"),
     [
@@ -216,13 +300,27 @@ def test_unsupported(device, k, reason):
         topk_triton.supported_on(device, k=k)
 
 
-def compiled_case(*, rows, columns, k=2_048, paged=False):
+@pytest.mark.parametrize(
+    ("device", "k", "reason"),
+    [
+        (Device("gpu", "NVIDIA A100", (8, 0)), 8, "built for Hopper"),
+        (Device("gpu", "NVIDIA B200", (10, 0)), 8, "built for Hopper"),
+        (Device("gpu", "NVIDIA H200", (9, 0)), 4_096, "at most 2048"),
+    ],
+)
+def test_unsupported_cluster(device, k, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        topk_mosaic.supported_on(device, k=k)
+    topk_mosaic.supported_on(Device("gpu", "NVIDIA H200", (9, 0)), k=2_048)
+
+
+def compiled_case(*, rows, columns, k=2_048, paged=False, module="triton"):
     """For `compile_without_gpu`: the kernel with its default configuration, refused where `supported_on` says so."""
 
     def run(logits, limits, page_table, requests):
-        topk_triton.supported_on(target_device(), k=k)
+        MODULES[module].supported_on(target_device(), k=k)
         paging = dict(page_table=page_table, requests=requests, page_size=64) if paged else {}
-        return topk_triton.topk(logits, limits, k, **paging)
+        return MODULES[module].topk(logits, limits, k, **paging)
 
     shapes = (
         ((rows, columns), jnp.float32),
@@ -242,3 +340,33 @@ def test_compiles(compile_environment, card, rows, columns, launches):
     result = compile_case(compile_environment, card, case, rows=rows, columns=columns, paged=launches == 2)
     assert len(result.get("calls", [])) == launches, result
     assert result["temp"] <= rows * columns * 4, result
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("rows", "columns", "launches"),
+    [
+        (64, 8_192, 1),
+        (4_096, 8_192, 1),
+        (4, 131_072, 1),
+        (64, 131_072, 1),
+        (1_024, 32_768, 1),
+        (1, 1 << 20, 2),
+    ],
+)
+def test_cluster_compiles(compile_environment, rows, columns, launches):
+    """One launch up to 131,072 columns, without spilled registers; the finds of spans are the only workspace."""
+    case = "contracts.test_topk_kernels:compiled_case"
+    options = dict(rows=rows, columns=columns, paged=columns == 131_072, module="mosaic")
+    result = compile_case(compile_environment, "sm90", case, **options)
+    assert len(result.get("calls", [])) == launches, result
+    assert not result["spilled"]
+    assert result["temp"] <= (launches - 1) * rows * columns * 4, result
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", ["sm80", "sm100"])
+def test_cluster_is_refused(compile_environment, card):
+    case = "contracts.test_topk_kernels:compiled_case"
+    result = compile_case(compile_environment, card, case, rows=4, columns=8_192, module="mosaic")
+    assert "built for Hopper" in result["refused"]

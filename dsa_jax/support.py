@@ -84,7 +84,8 @@ def document() -> str:
         "# What runs where\n\n"
         "The implementation that `implementation=None` picks, asked of the dispatch (`dsa-jax support` prints this page).\n"
         "Widths of DeepSeek-V3.2, pages of 64 tokens; `xla` is the exact reference and runs everywhere. `mqa_logits`,\n"
-        "`to_rows` and `quantize_index_k` are `xla` on every device; `select_tokens` is made of the ops below.\n"
+        "`to_rows` and `quantize_index_k` are `xla` on every device; `select_tokens` and `select_rows` are made of the ops\n"
+        "below, and under a kernel of `topk_indices` the rows of `select_rows` come out of that kernel.\n"
         f"{unrun}: kernels are compiled for these cards, ptxas included, and have not been run on them.\n\n"
         f"{table()}\n"
     )

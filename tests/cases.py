@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +13,33 @@ import numpy as np
 
 from dsa_jax import ops
 from dsa_jax.cache import Cache
+from dsa_jax.compat import describe
 from dsa_jax.config import DSAConfig, RopeParameters
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, Step, StepMetadata
 from numpy_model import Facts, encode_e4m3, page_number, quantize_fp8
 
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+IMPLEMENTATIONS: dict[str, tuple[Any, ...]] = {
     "quantize_index_k": ("xla",),
-    "append_index_k": ("xla",),
-    "append_latent": ("xla",),
-    "gather_index_k": ("xla",),
+    "append_index_k": ("xla", "triton"),
+    "append_latent": ("xla", "triton"),
+    "gather_index_k": ("xla", "triton"),
     "paged_mqa_logits": ("xla",),
     "mqa_logits": ("xla",),
     "topk_indices": ("xla",),
     "select_tokens": ("xla",),
+    "select_rows": ("xla", ("triton", "xla")),
     "to_rows": ("xla",),
     "sparse_mla": ("xla",),
 }
-"""Implementations that every contract test of an op runs under. This is the only list: kernels join it here."""
+"""Implementations that every contract test of an op runs under: names, or sequences of names in order of preference. This
+is the only list: kernels join it here.
+
+Triton kernels run in the interpreter (``contracts/conftest.py``). Kernels that take bfloat16 queries or one form only, and
+those of Mosaic, have contracts of their own in ``contracts/*_kernels.py``.
+"""
+CARD = describe("gpu", "NVIDIA H200")
+"""The card that contracts of kernels stand for."""
 
 FULL = (True, False, True)
 """Layers of the usual tiny layout: the middle one shares its neighbour's selection."""
@@ -231,5 +241,6 @@ topk_indices = jax.jit(ops.topk_indices, static_argnums=2, static_argnames="impl
 select_tokens = jax.jit(
     ops.select_tokens, static_argnums=5, static_argnames=("score_budget", "implementation")
 )
+select_rows = jax.jit(ops.select_rows, static_argnums=5, static_argnames=("score_budget", "implementation"))
 to_rows = jax.jit(ops.to_rows, static_argnames="implementation")
 sparse_mla = jax.jit(ops.sparse_mla, static_argnames=("implementation", "key_scale"))

@@ -79,7 +79,7 @@ def compile_case(environment: dict[str, str], card: str, case: str, **options: A
         options: keyword arguments of the case, as JSON carries them.
 
     Returns:
-        ``{"temp": bytes, "alias": bytes, "calls": [custom call targets], "spilled": bool}``, or
+        ``{"temp": bytes, "alias": bytes, "calls": [custom call targets], "fusions": count, "spilled": bool}``, or
         ``{"refused": class and message}`` when tracing or compiling raised, or ``{"died": ...}`` when the process did.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -107,8 +107,13 @@ def _main(card: str, case: str, options: str, answer: str) -> None:
         Path(answer).write_text(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
         return
     memory = program.memory_analysis()
-    calls = [part.split('"')[0] for part in program.as_text().split('custom_call_target="')[1:]]
-    result = {"temp": memory.temp_size_in_bytes, "alias": memory.alias_size_in_bytes, "calls": calls}
+    text = program.as_text()
+    result = {
+        "temp": memory.temp_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "calls": [part.split('"')[0] for part in text.split('custom_call_target="')[1:]],
+        "fusions": text.count(" fusion("),
+    }
     Path(answer).write_text(json.dumps(result))
 
 

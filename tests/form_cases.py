@@ -69,6 +69,14 @@ def latents(layout: CacheLayout, count: int, seed: int = 0) -> tuple[np.ndarray,
     return tuple(np.split(values.astype(np.float32), [layout.latent_dim], axis=1))
 
 
+def near_middles(scale: float) -> np.ndarray:
+    """320 floats whose quotients by a scale lie at, or next to, the middle between two e4m3 codes: a product with the
+    reciprocal, or any division that is off by a bit, gives other codes for some of them.
+    """
+    middles = np.repeat(np.arange(8, 16) + 0.5, 40).astype(np.float32) * np.float32(scale)
+    return (middles.view(np.int32) + np.tile(np.arange(-20, 20), 8)).astype(np.int32).view(np.float32)
+
+
 def query(layout: CacheLayout, values: np.ndarray):
     """A query in the cache's form, its values, and the factor that belongs into the weights: per token and head."""
     shape = values.shape

@@ -88,7 +88,9 @@ def test_index_pools_beyond_int32_bytes(gibibytes, index, page_bytes):
 
 
 @pytest.mark.parametrize("gibibytes", [2, 4])
-@pytest.mark.parametrize(("key", "page_bytes"), [("bf16", 73_728), ("fp8_ds_mla", 32_768)])
+@pytest.mark.parametrize(
+    ("key", "page_bytes"), [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768)]
+)
 def test_latent_pools_beyond_int32_bytes(gibibytes, key, page_bytes):
     """The same for latents, and the attention of one row each finds them."""
     model = dataclasses.replace(cases.config((True,), 128), kv_lora_rank=512, qk_rope_head_dim=64)

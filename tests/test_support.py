@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dsa_jax import Cache, CacheLayout, support
 from dsa_jax.config import preset
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
 from dsa_jax.ops import gpu
 
 
@@ -25,7 +26,16 @@ def test_kernels_are_claimed_and_the_cpu_runs_the_reference():
     assert pick("paged_mqa_logits", "fp8 keys, contexts", "H100, H200") == "mosaic"
     assert pick("paged_mqa_logits", "fp8 keys, contexts", "A100") == "xla"
     assert pick("topk_indices", "k up to 2,048", "A100") == "triton"
+    assert pick("topk_indices", "k up to 2,048", "H100, H200") == "mosaic"
     assert pick("topk_indices", "larger k", "H100, H200") == "xla"
+    for operation, kind, forms in (
+        ("append_index_k", "keys", INDEX_FORMS),
+        ("gather_index_k", "keys", INDEX_FORMS),
+        ("append_latent", "latents", KEY_FORMS),
+    ):
+        for form in forms:
+            assert pick(operation, f"{form} {kind}", "A100") == "triton"
+            assert pick(operation, f"{form} {kind}", "H100, H200") == "triton"
     assert {support.chosen(op, kernels(), support.CARDS["CPU"]) for op, _, kernels in support.rows()} == {
         "xla"
     }

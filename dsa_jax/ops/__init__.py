@@ -1,7 +1,8 @@
 """The ops of a DeepSeek-Sparse-Attention layer, as pure functions over a ``Cache`` and a ``Step``.
 
-A layer is a straight line: project, ``append_index_k``, ``select_tokens``, ``to_rows``, ``append_latent``, ``sparse_mla``,
-project. Attention reads every key back from the cache, this step's keys too.
+A layer is a straight line: project, ``append_index_k``, ``select_rows``, ``append_latent``, ``sparse_mla``, project.
+``select_rows`` is ``select_tokens`` and ``to_rows`` in one. Attention reads every key back from the cache, this step's
+keys too.
 
 Every op takes ``implementation``: None lets the library choose and never fails, because the exact XLA reference is last;
 ``"mosaic"``, ``"triton"`` or ``"xla"`` is used or raises; a sequence is tried in order and all reasons are reported
@@ -14,6 +15,7 @@ from dsa_jax.ops.append import quantize_index_k as quantize_index_k
 from dsa_jax.ops.gather import gather_index_k as gather_index_k
 from dsa_jax.ops.logits import mqa_logits as mqa_logits
 from dsa_jax.ops.logits import paged_mqa_logits as paged_mqa_logits
+from dsa_jax.ops.select import select_rows as select_rows
 from dsa_jax.ops.select import select_tokens as select_tokens
 from dsa_jax.ops.select import to_rows as to_rows
 from dsa_jax.ops.select import topk_indices as topk_indices
@@ -26,6 +28,7 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "quantize_index_k",
+    "select_rows",
     "select_tokens",
     "sparse_mla",
     "to_rows",

@@ -6,12 +6,13 @@ import numpy as np
 from jax import Array
 
 from dsa_jax import xla
+from dsa_jax.arguments import described, is_number
 from dsa_jax.cache import Cache
 from dsa_jax.forms import INDEX_FORMS
 from dsa_jax.layout import SCALE_RULES, TIE_RULES, Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
-from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.checks import Problems, check_cache, check_layer, check_step
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
 from dsa_jax.quant import ScaleRule, TieRule
 
@@ -79,12 +80,14 @@ def append_index_k(
     Raises:
         ValueError: for a wrong shape or dtype, another cache's step, or a shared-indexer layer.
     """
+    check_cache("append_index_k", cache)
+    check_step("append_index_k", step)
     problems = Problems("append_index_k")
     problems.shape("k", k, (step.bucket.tokens, cache.layout.index_head_dim), "N, D")
     problems.dtype("k", k, ("float",))
     problems.same_layout(cache, step)
     problems.raise_if_any("Pass one float key per token place of the step's bucket.")
-    check_layer(cache, layer, Role.INDEX_KEY)
+    check_layer("append_index_k", cache, layer, Role.INDEX_KEY)
     candidates = (*gpu.append_index_k(cache), Candidate("xla", xla.append_index_k))
     return dispatch("append_index_k", implementation, candidates, cache, layer, k, step.rows)
 
@@ -119,6 +122,8 @@ def append_latent(
         ValueError: for a wrong shape or dtype, another cache's step, an unknown layer, or a ``key_scale`` that the form
             does not take.
     """
+    check_cache("append_latent", cache)
+    check_step("append_latent", step)
     layout = cache.layout
     problems = Problems("append_latent")
     problems.shape("latent", latent, (step.bucket.tokens, layout.latent_dim), "N, latent_dim")
@@ -128,22 +133,11 @@ def append_latent(
     problems.same_layout(cache, step)
     check_key_scale(problems, cache, key_scale)
     problems.raise_if_any("Pass one float row per token place of the step's bucket.")
-    check_layer(cache, layer, Role.KEY)
+    check_layer("append_latent", cache, layer, Role.KEY)
     candidates = (*gpu.append_latent(cache), Candidate("xla", xla.append_latent))
     return dispatch(
         "append_latent", implementation, candidates, cache, layer, latent, k_rope, step.rows, key_scale
     )
-
-
-def check_layer(cache: Cache, layer: int | Array, role: Role) -> None:
-    """Raise ValueError for a layer that has no pages of ``role``, before anything is computed.
-
-    A Python number is checked itself; a traced one cannot be, but where no layer has such pages it cannot be right either.
-    """
-    if isinstance(layer, (int, np.integer)):
-        cache.layout.page_index(int(layer), role)
-    elif not cache.layout.scale(role):
-        cache.layout.page_index(0, role)
 
 
 def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array | None) -> None:
@@ -154,9 +148,9 @@ def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array |
         problems.note(
             f"key_scale is given, but key_form {cache.layout.key_form!r} has no per-tensor scale: leave it out"
         )
-    if isinstance(key_scale, (int, float, np.number)):
-        if not 0 < key_scale < float("inf"):
-            problems.note(f"key_scale is {key_scale!r}, wanted a positive finite number")
+    if not isinstance(key_scale, (Array, np.ndarray)):
+        if not is_number(key_scale) or not 0 < key_scale < float("inf"):
+            problems.note(f"key_scale is {described(key_scale)}, wanted a positive finite number")
     else:
         problems.shape("key_scale", key_scale, (), "")
         problems.dtype("key_scale", key_scale, ("float",))

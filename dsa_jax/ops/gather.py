@@ -9,8 +9,7 @@ from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
-from dsa_jax.ops.append import check_layer
-from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.checks import Problems, check_cache, check_layer, check_step
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
 
 
@@ -35,6 +34,8 @@ def gather_index_k(
     Raises:
         ValueError: for another cache's step or a shared-indexer layer.
     """
+    check_cache("gather_index_k", cache)
+    check_step("gather_index_k", step)
     problems = Problems("gather_index_k")
     problems.same_layout(cache, step)
     if step.bucket.context_requests and not step.bucket.gathered_keys:
@@ -42,6 +43,6 @@ def gather_index_k(
     problems.raise_if_any(
         "Derive the step from metadata of this cache, with gathered_keys set in its bucket."
     )
-    check_layer(cache, layer, Role.INDEX_KEY)
+    check_layer("gather_index_k", cache, layer, Role.INDEX_KEY)
     candidates = (*gpu.gather_index_k(cache), Candidate("xla", xla.gather_index_k))
     return dispatch("gather_index_k", implementation, candidates, cache, layer, step.gather_rows)

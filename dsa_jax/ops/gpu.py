@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,15 +17,18 @@ from dsa_jax.compat import Device
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops.dispatch import Candidate
+from dsa_jax.quant import Query
+
+NVFP4_LEAST_WIDTH = 64
+"""Four groups of NVFP4, whose scales fill a word."""
 
 
 def append_index_k(cache: Cache) -> tuple[Candidate, ...]:
-    """Quantise and write in one launch, for FP8 and float32 keys."""
+    """Quantise and write in one launch, for every form."""
     layout = cache.layout
 
     def supported(device: Device) -> None:
         _need_gpu(device)
-        _need("index_form", layout.index_form, ("fp8", "f32"))
         from dsa_jax.pallas import append_triton
 
         append_triton.supported_on(device, page_size=layout.page_size)
@@ -33,11 +37,12 @@ def append_index_k(cache: Cache) -> tuple[Candidate, ...]:
     def run(cache: Cache, layer: int | Array, k: Array, rows: Array) -> Cache:
         from dsa_jax.pallas import append_triton
 
-        offset = cache.layer_offset(Role.INDEX_KEY, layer)
+        offset = _offset(cache, Role.INDEX_KEY, layer)
         scales = None if cache.index_scale is None else cache.pages("index_scale")
         keys, scales = append_triton.append_index_k(
-            k, _rows(layer, offset, rows), cache.pages("index_key"), scales,
+            k, _rows(offset, rows), cache.pages("index_key"), scales,
             page_scale=layout.scale(Role.INDEX_KEY), layer_offset=offset, scale_rule=layout.scale_rule,
+            tie_rule=layout.tie_rule,
         )  # fmt: skip
         written: dict[str, Any] = {"index_key": keys} | ({} if scales is None else {"index_scale": scales})
         return cache.replace_pages(**written)
@@ -46,27 +51,37 @@ def append_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def append_latent(cache: Cache) -> tuple[Candidate, ...]:
-    """Write latent and rotary key in one launch, for the float forms."""
+    """Quantise and write latent and rotary key in one launch, for every form."""
     layout = cache.layout
+    floats = layout.key_form in ("bf16", "f32")
 
     def supported(device: Device) -> None:
         _need_gpu(device)
-        _need("key_form", layout.key_form, ("bf16", "f32"))
         from dsa_jax.pallas import append_triton
 
         append_triton.supported_on(device, page_size=layout.page_size)
-        _need_power_of_two("latent_dim", layout.latent_dim)
-        _need_power_of_two("rope_dim", layout.rope_dim)
+        least = NVFP4_LEAST_WIDTH if layout.key_form == "nvfp4" else 4
+        _need_power_of_two("latent_dim", layout.latent_dim, least)
+        _need_power_of_two("rope_dim", layout.rope_dim, least)
 
     def run(cache: Cache, layer: int | Array, latent: Array, k_rope: Array, rows: Array, key_scale) -> Cache:
         from dsa_jax.pallas import append_triton
 
-        offset = cache.layer_offset(Role.KEY, layer)
-        pages = append_triton.append_latent(
-            latent, k_rope, _rows(layer, offset, rows), cache.pages("key"),
-            page_scale=layout.scale(Role.KEY), layer_offset=offset,
+        names = [name for name in ("key", "key_scale", "key_rope") if getattr(cache, name) is not None]
+        offsets = [_offset(cache, cache.role(name), layer) for name in names]
+        rows = _rows(offsets[0], rows)
+        if floats:
+            pages = append_triton.append_latent(
+                latent, k_rope, rows, cache.pages("key"),
+                page_scale=layout.scale(Role.KEY), layer_offset=offsets[0],
+            )  # fmt: skip
+            return cache.replace_pages(key=pages)
+        pools = append_triton.append_latent_codes(
+            latent, k_rope, rows, [cache.pages(name) for name in names],
+            page_scales=tuple(layout.scale(cache.role(name)) for name in names), layer_offsets=offsets,
+            key_scale=key_scale,
         )  # fmt: skip
-        return cache.replace_pages(key=pages)
+        return cache.replace_pages(**dict(zip(names, pools, strict=True)))
 
     return (Candidate("triton", run, supported),)
 
@@ -85,10 +100,10 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
     def run(cache: Cache, layer: int | Array, rows: Array) -> tuple[Array, Array | None]:
         from dsa_jax.pallas import gather_triton
 
-        offset = cache.layer_offset(Role.INDEX_KEY, layer)
+        offset = _offset(cache, Role.INDEX_KEY, layer)
         scales = None if cache.index_scale is None else cache.pages("index_scale")
         return gather_triton.gather_index_k(
-            _rows(layer, offset, rows), cache.pages("index_key"), scales,
+            _rows(offset, rows), cache.pages("index_key"), scales,
             page_scale=layout.scale(Role.INDEX_KEY), layer_offset=offset,
         )  # fmt: skip
 
@@ -96,24 +111,26 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
-    """Scores for FP8 keys: wgmma on Hopper, for decode rows and contexts; integer decoding elsewhere, for decode rows."""
+    """Scores for FP8 and FP4 keys: wgmma on Hopper; integer decoding elsewhere. Contexts are for FP8 and Hopper alone."""
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
 
     def kernel(name: str) -> Any:
-        if name == "mosaic":
-            from dsa_jax.pallas import paged_logits_mosaic as module
-        else:
+        if name == "triton":
             from dsa_jax.pallas import paged_logits_triton as module
+        elif layout.index_form == "fp4":
+            from dsa_jax.pallas import paged_logits_fp4_mosaic as module
+        else:
+            from dsa_jax.pallas import paged_logits_mosaic as module
         return module
 
     def candidate(name: Any) -> Candidate:
         def supported(device: Device) -> None:
             _need_gpu(device)
-            _need("index_form", layout.index_form, ("fp8",))
-            if not decode and name == "triton":
+            _need("index_form", layout.index_form, ("fp8", "fp4"))
+            if not decode and (name == "triton" or layout.index_form == "fp4"):
                 raise NotImplementedError(
-                    "the kernel scores decode requests; contexts have a Hopper kernel only"
+                    "the kernel scores decode requests; contexts have a Hopper kernel for FP8 keys only"
                 )
             kernel(name).supported_on(
                 device,
@@ -123,9 +140,9 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
                 head_dim=layout.index_head_dim,
             )
 
-        def run(q: Array, weights: Array, cache: Cache, layer: int | Array, step: Step) -> Array:
-            offset = cache.layer_offset(Role.INDEX_KEY, layer)
-            limits = step.limits if _is_known(layer) else jnp.where(offset >= 0, step.limits, 0)
+        def run(q: Query, weights: Array, cache: Cache, layer: int | Array, step: Step) -> Array:
+            offset = _offset(cache, Role.INDEX_KEY, layer)
+            limits = step.limits if isinstance(offset, int) else jnp.where(offset >= 0, step.limits, 0)
             weights, keys, scales = (
                 weights.astype(jnp.float32),
                 cache.pages("index_key"),
@@ -137,7 +154,7 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
                     q, weights, keys, scales, step.page_table, step.requests, limits, **place
                 )
             grid = (bucket.decode_requests, bucket.next_n)
-            q, weights, limits = (x.reshape(*grid, *x.shape[1:]) for x in (q, weights, limits))
+            q, weights, limits = jax.tree.map(lambda x: x.reshape(*grid, *x.shape[1:]), (q, weights, limits))
             return kernel(name).paged_logits_decode(
                 q, weights, keys, scales, step.page_table, limits, **place
             )
@@ -148,24 +165,30 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
 
 
 def topk_indices(k: int) -> tuple[Candidate, ...]:
-    """Exact selection of up to 2,048 entries."""
+    """Exact selection of up to 2,048 entries: positions, or with `page_table`, `requests` and `page_size` cache rows."""
 
-    def supported(device: Device) -> None:
-        _need_gpu(device)
-        from dsa_jax.pallas import topk_triton
+    def kernel(name: str) -> Any:
+        if name == "mosaic":
+            from dsa_jax.pallas import topk_mosaic as module
+        else:
+            from dsa_jax.pallas import topk_triton as module
+        return module
 
-        topk_triton.supported_on(device, k=k)
+    def candidate(name: Any) -> Candidate:
+        def supported(device: Device) -> None:
+            _need_gpu(device)
+            kernel(name).supported_on(device, k=k)
 
-    def run(logits: Array, limits: Array, k: int) -> Array:
-        from dsa_jax.pallas import topk_triton
+        def run(logits: Array, limits: Array, k: int, **paging: Any) -> Array:
+            return kernel(name).topk(logits, limits, k, **paging)
 
-        return topk_triton.topk(logits, limits, k)
+        return Candidate(name, run, supported)
 
-    return (Candidate("triton", run, supported),)
+    return candidate("mosaic"), candidate("triton")
 
 
 def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Array) -> tuple[Candidate, ...]:
-    """Attention over gathered rows for bfloat16 queries. wgmma computes 64 heads, wanted or not."""
+    """Attention over gathered rows. wgmma computes 64 heads, wanted or not."""
     layout = cache.layout
 
     def kernel(name: str) -> Any:
@@ -178,23 +201,24 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
     def candidate(name: Any) -> Candidate:
         def supported(device: Device) -> None:
             _need_gpu(device)
-            _need("query dtype", np.dtype(dtype).name, ("bfloat16",))
+            wanted = "float32" if layout.key_form == "f32" else "bfloat16"
+            _need(f"query dtype of {layout.key_form} keys", np.dtype(dtype).name, (wanted,))
             if isinstance(softmax_scale, Array):
                 raise NotImplementedError("softmax_scale is an array; the kernel takes a Python float")
+            _need_scales_beside_keys(cache)
             kernel(name).supported_on(
                 device, form=layout.key_form, latent_dim=layout.latent_dim, rope_dim=layout.rope_dim,
                 page_size=layout.page_size,
             )  # fmt: skip
 
         def run(q: Array, cache: Cache, layer: int | Array, rows: Array, softmax_scale: float, key_scale):
-            offset = cache.layer_offset(Role.KEY, layer)
-            rows = _rows(layer, offset, rows)
-            place: Any = {"page_scale": layout.scale(Role.KEY), "layer_offset": offset}
-            place["softmax_scale"] = float(softmax_scale)
-            if layout.key_form == "fp8_ds_mla":
-                parts = (cache.pages(part) for part in ("key", "key_scale", "key_rope"))
-                return kernel(name).sparse_mla_fp8(q, *parts, rows, **place)
-            return kernel(name).sparse_mla(q, cache.pages("key"), rows, **place)
+            offset = _offset(cache, Role.KEY, layer)
+            keys = tuple(cache.pages(part) for part in cache.pools() if cache.role(part) != Role.INDEX_KEY)
+            options: Any = {"page_scale": layout.scale(Role.KEY), "layer_offset": offset}
+            options |= {"softmax_scale": float(softmax_scale), "form": layout.key_form}
+            if name == "triton":  # it alone reads forms that have such a scale
+                options |= {"key_scale": key_scale, "latent_dim": layout.latent_dim}
+            return kernel(name).sparse_mla(q, keys, _rows(offset, rows), **options)
 
         return Candidate(name, run, supported)
 
@@ -204,13 +228,16 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
     return tuple(candidate(name) for name in order)
 
 
-def _rows(layer: int | Array, offset: Array, rows: Array) -> Array:
+def _offset(cache: Cache, role: Role, layer: int | Array) -> int | Array:
+    """Layer offset for a kernel: of a known layer a number, because reading it from the index map costs a launch."""
+    if isinstance(layer, (int, np.integer)):
+        return cache.layout.page_index(int(layer), role).layer_offset
+    return cache.layer_offset(role, layer)
+
+
+def _rows(offset: int | Array, rows: Array) -> Array:
     """Rows for a kernel. A traced layer may own no such pages, which only the device can see."""
-    return rows if _is_known(layer) else jnp.where(offset >= 0, rows, -1)
-
-
-def _is_known(layer: int | Array) -> bool:
-    return isinstance(layer, (int, np.integer))
+    return rows if isinstance(offset, int) else jnp.where(offset >= 0, rows, -1)
 
 
 def _need_gpu(device: Device) -> None:
@@ -218,9 +245,19 @@ def _need_gpu(device: Device) -> None:
         raise NotImplementedError("needs an NVIDIA GPU")
 
 
-def _need_power_of_two(name: str, value: int) -> None:
-    if value < 4 or value & (value - 1):
-        raise NotImplementedError(f"{name} is {value}; Triton takes powers of two from 4")
+def _need_scales_beside_keys(cache: Cache) -> None:
+    """NVFP4's scales are another role; the attention kernels find them with the keys' own index."""
+    layout = cache.layout
+    if not layout.scale(Role.KEY_BLOCK_SCALE):
+        return
+    same_places = layout.layer_offsets(Role.KEY) == layout.layer_offsets(Role.KEY_BLOCK_SCALE)
+    if layout.scale(Role.KEY) != layout.scale(Role.KEY_BLOCK_SCALE) or not same_places:
+        raise NotImplementedError("key and key_block_scale pages have different places in their pools")
+
+
+def _need_power_of_two(name: str, value: int, least: int = 4) -> None:
+    if value < least or value & (value - 1):
+        raise NotImplementedError(f"{name} is {value}; the Triton kernel takes powers of two from {least}")
 
 
 def _need(name: str, value: str, wanted: tuple[str, ...]) -> None:

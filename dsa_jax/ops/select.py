@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax import xla
+from dsa_jax.arguments import described, is_number
 from dsa_jax.cache import Cache
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
-from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.checks import Problems, check_cache, check_step
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
 from dsa_jax.ops.logits import check_query, cut, paged_mqa_logits
 from dsa_jax.quant import Query
@@ -43,7 +45,7 @@ def topk_indices(logits: Array, limits: Array, k: int, *, implementation: Choice
     problems = Problems("topk_indices")
     problems.shape("logits", logits, (None, None), "N, columns")
     problems.dtype("logits", logits, ("float",))
-    problems.shape("limits", limits, (logits.shape[0] if logits.ndim == 2 else None,), "N")
+    problems.shape("limits", limits, (logits.shape[0] if getattr(logits, "ndim", None) == 2 else None,), "N")
     problems.dtype("limits", limits, ("int32",))
     check_k(problems, k)
     problems.raise_if_any("Pass one limit per row and a positive k.")
@@ -77,55 +79,90 @@ def select_tokens(
     Raises:
         ValueError: as ``paged_mqa_logits`` and ``topk_indices`` raise.
     """
-    problems = Problems("select_tokens")
+    choose = lambda logits, part: topk_indices(logits, part.limits, k, implementation=implementation)
+    return _select("select_tokens", q, weights, cache, layer, step, k, score_budget, implementation, choose)
+
+
+def select_rows(
+    q: Query,
+    weights: Array,
+    cache: Cache,
+    layer: int | Array,
+    step: Step,
+    k: int,
+    *,
+    score_budget: int = SCORE_BUDGET,
+    implementation: Choice = None,
+) -> Array:
+    """``to_rows(select_tokens(...))`` in one go: a kernel of top-k writes rows, which saves the launches of the conversion.
+
+    For layers that need rows only. Positions mean the same in every cache that holds the sequence; rows do not.
+
+    Args:
+        q, weights, cache, layer, step, k, score_budget, implementation: as in ``select_tokens``.
+
+    Returns:
+        ``int32[N, k]`` rows ``slot * T + offset`` without a layer, in ascending order of position, then -1. A page that
+        the table lacks below a token's limit (which ``StepMetadata.create`` refuses) gives -1, in place or at the end.
+
+    Raises:
+        ValueError: as ``select_tokens`` raises.
+    """
+
+    def choose(logits: Array, part: Step) -> Array:
+        reference = Candidate(
+            "xla", lambda logits, limits, k, **_: xla.to_rows(xla.topk_indices(logits, limits, k), part)
+        )
+        paging = dict(page_table=part.page_table, requests=part.requests, page_size=part.layout.page_size)
+        candidates = (*gpu.topk_indices(k), reference)
+        return dispatch("select_rows", implementation, candidates, logits, part.limits, k, **paging)
+
+    return _select("select_rows", q, weights, cache, layer, step, k, score_budget, implementation, choose)
+
+
+def _select(
+    operation: str,
+    q: Query,
+    weights: Array,
+    cache: Cache,
+    layer: int | Array,
+    step: Step,
+    k: int,
+    score_budget: int,
+    implementation: Choice,
+    choose: Callable[[Array, Step], Array],
+) -> Array:
+    """Score and ``choose(logits, part)``, in row chunks."""
+    check_cache(operation, cache)
+    check_step(operation, step)
+    problems = Problems(operation)
     check_k(problems, k)
-    if score_budget < 1:
-        problems.note(f"score_budget is {score_budget}, wanted at least 1 byte")
+    if not is_number(score_budget) or not 1 <= score_budget < math.inf:
+        problems.note(f"score_budget is {described(score_budget)}, wanted at least 1 byte")
     problems.raise_if_any("Pass the model's index_topk and a positive budget.")
-    q = check_query("select_tokens", q, weights, cache, layer, step)
+    q = check_query(operation, q, weights, cache, layer, step)
     bucket = step.bucket
-    rows = rows_per_chunk(score_budget, bucket.table_width * step.layout.page_size)
+    rows = rows_per_chunk(int(score_budget), bucket.table_width * step.layout.page_size)
 
     def chunk(part: Step, q: Query, weights: Array) -> Array:
-        logits = paged_mqa_logits(q, weights, cache, layer, part, implementation=implementation)
-        return topk_indices(logits, part.limits, k, implementation=implementation)
+        return choose(paged_mqa_logits(q, weights, cache, layer, part, implementation=implementation), part)
 
     if bucket.tokens <= rows:
         return chunk(step, q, weights)
     contexts, split = bucket.context_tokens, []
     if contexts:
-        part = step.context_part()
-        split.append(
-            _in_chunks(
-                chunk,
-                part,
-                Step.context_chunk,
-                cut(q, slice(contexts)),
-                weights[:contexts],
-                contexts,
-                1,
-                rows,
-            )
-        )
+        parts = slice(contexts), step.context_part(), Step.context_chunk, contexts, 1
+        split.append(_in_chunks(chunk, q, weights, *parts, rows))
     if bucket.decode_requests:
-        part = step.decode_part()
-        split.append(
-            _in_chunks(
-                chunk,
-                part,
-                Step.decode_chunk,
-                cut(q, slice(contexts, None)),
-                weights[contexts:],
-                bucket.decode_requests,
-                bucket.next_n,
-                rows,
-            )
-        )
+        units = bucket.decode_requests, bucket.next_n
+        parts = slice(contexts, None), step.decode_part(), Step.decode_chunk, *units
+        split.append(_in_chunks(chunk, q, weights, *parts, rows))
     return jnp.concatenate(split, axis=0)
 
 
-def _in_chunks(f, part: Step, part_of, q: Query, weights: Array, count: int, width: int, rows: int) -> Array:
+def _in_chunks(f, q, weights, own: slice, part: Step, part_of, count: int, width: int, rows: int) -> Array:
     """``f`` over equal chunks of ``count`` units of ``width`` rows each. The last chunk may overlap the one before."""
+    q, weights = cut(q, own), weights[own]
     size = max(1, min(count, rows // width))
     chunks = math.ceil(count / size)
     size = math.ceil(count / chunks)
@@ -161,6 +198,7 @@ def to_rows(local: Array, step: Step, *, implementation: Choice = None) -> Array
     Raises:
         ValueError: for a wrong shape or dtype.
     """
+    check_step("to_rows", step)
     problems = Problems("to_rows")
     problems.shape("local", local, (step.bucket.tokens, None), "N, K")
     problems.dtype("local", local, ("int32",))
@@ -170,5 +208,5 @@ def to_rows(local: Array, step: Step, *, implementation: Choice = None) -> Array
 
 def check_k(problems: Problems, k: int) -> None:
     """Note a k that is not a positive Python int."""
-    if not isinstance(k, int) or k < 1:
-        problems.note(f"k is {k!r}, wanted a Python int of at least 1")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        problems.note(f"k is {described(k)}, wanted a Python int of at least 1")

@@ -1,30 +1,31 @@
 """Quantise and append a step's keys, in place and in one launch, in Pallas-Triton.
 
 A token's destination is its row `slot * T + offset`; its page is `slot * page_scale + layer_offset`. Rows below 0, and
-rows whose page does not exist, write nothing. FP8 codes are made with integer arithmetic on the float's bits, so that the
-same kernel runs where the hardware has no FP8 conversion (sm80), and stored four to an int32 word: a view of the pool as
-words costs nothing and keeps element offsets within int32 for pools between 2 and 4 GiB.
+rows whose page does not exist, write nothing. Codes are made with integer arithmetic on the float's bits, so that the
+same kernel runs where the hardware has no FP8 or FP4 conversion (sm80). What the storage forms look like is in
+append_parts.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax.compat import Device
-from dsa_jax.pallas.append_encode import pack_words, quantize
+from dsa_jax.pallas import append_parts as parts_of
+from dsa_jax.pallas.append_parts import Part, Place, Spot
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
-from dsa_jax.quant import ScaleRule
+from dsa_jax.quant import ScaleRule, TieRule
 
 _MANY_TOKENS = 1024
 """From here on a warp takes several tokens."""
+_WARPS = 4
 
 
 def supported_on(device: Device, *, page_size: int | None = None) -> None:
@@ -35,7 +36,7 @@ def supported_on(device: Device, *, page_size: int | None = None) -> None:
         raise NotImplementedError(f"page_size is {page_size}; this kernel needs a power of two")
 
 
-@functools.partial(jax.jit, static_argnames=("page_scale", "scale_rule", "interpret"))
+@functools.partial(jax.jit, static_argnames=("page_scale", "scale_rule", "tie_rule", "interpret"))
 def append_index_k(
     k: Array,
     rows: Array,
@@ -45,26 +46,37 @@ def append_index_k(
     page_scale: int,
     layer_offset: int | Array,
     scale_rule: ScaleRule = "ue8m0",
+    tie_rule: TieRule = "deepgemm",
     interpret: bool | None = None,
 ) -> tuple[Array, Array | None]:
     """Quantise indexer keys and write codes and scales at `rows`.
 
     Args:
-        k: f32, bf16 or f16 `[N, D]`, D a power of two of at least 4.
+        k: f32, bf16 or f16 `[N, D]`, D a power of two of at least 4; 128 for FP4.
         rows: int32`[N]`, -1 for tokens that write nothing.
-        keys: pages, uint8`[P, T, D]` (FP8 codes) or f32`[P, T, D]` (values as they are), T a power of two.
-        scales: f32`[P, T]`; None for f32 pages.
+        keys: pages, uint8`[P, T, D]` (FP8 codes), uint8`[P, T, D / 2]` (packed FP4) or f32`[P, T, D]` (values as they
+            are), T a power of two.
+        scales: f32`[P, T]` for FP8, int32`[P, T]` (four UE8M0 bytes) for FP4, None for f32 pages.
         page_scale: pages of a slot.
         layer_offset: int32 scalar, static or traced.
-        scale_rule: "ue8m0" or "fp32", as `dsa_jax.quant.quantize_fp8` defines them.
+        scale_rule: of FP8, "ue8m0" or "fp32", as `dsa_jax.quant.quantize_fp8` defines them.
+        tie_rule: of FP4, "deepgemm" or "even", as `dsa_jax.quant.encode_e2m1` defines them.
         interpret: run as XLA operations; None does so where the target is no GPU.
 
     Returns:
         The pages and scales; in place if the caller's `jit` donates them.
     """
-    part = _IndexPart(k, keys, scales, page_scale, layer_offset, scale_rule)
-    [written] = _launch("append_index_k", rows, [part], interpret)
-    return part.result(written)
+    interpret = interpret_here() if interpret is None else interpret
+    pools = [keys] if scales is None else [keys, scales]
+    arguments = [k], pools, [Place(page_scale, layer_offset)] * len(pools)
+    if scales is None:
+        part = parts_of.FloatPart(*arguments)
+    elif scales.dtype == jnp.int32:
+        part = parts_of.Fp4IndexPart(*arguments, tie_rule)
+    else:
+        part = parts_of.Fp8IndexPart(*arguments, scale_rule, interpret)
+    keys, *scales_written = part.result(_launch("append_index_k", rows, [part], interpret)[0])
+    return keys, scales_written[0] if scales_written else None
 
 
 @functools.partial(jax.jit, static_argnames=("page_scale", "interpret"))
@@ -92,9 +104,52 @@ def append_latent(
     Returns:
         The pages; in place if the caller's `jit` donates them.
     """
-    part = _LatentPart(latent, k_rope, pages, page_scale, layer_offset)
-    [written] = _launch("append_latent", rows, [part], interpret)
-    return written[0]
+    interpret = interpret_here() if interpret is None else interpret
+    part = parts_of.FloatPart([latent, k_rope], [pages], [Place(page_scale, layer_offset)])
+    return part.result(_launch("append_latent", rows, [part], interpret)[0])[0]
+
+
+@functools.partial(jax.jit, static_argnames=("page_scales", "interpret"))
+def append_latent_codes(
+    latent: Array,
+    k_rope: Array,
+    rows: Array,
+    pools: Sequence[Array],
+    *,
+    page_scales: tuple[int, ...],
+    layer_offsets: Sequence[int | Array],
+    key_scale: float | Array | None = None,
+    interpret: bool | None = None,
+) -> tuple[Array, ...]:
+    """Quantise latents and rotary keys and write them at `rows`. The pools tell the form:
+
+    * FP8: codes uint8`[P, T, C + E]` of `x / key_scale`;
+    * NVFP4: packed codes uint8`[P, T, (C + E) / 2]` and e4m3 scales uint8`[P', T, (C + E) / 16]`, C and E of at least 64;
+    * the 656-byte token: codes uint8`[P, T, C]`, scales f32`[P, T, C / 128]` and bf16`[P, T, E]`.
+
+    Args:
+        latent: floats `[N, C]`, C a power of two (512).
+        k_rope: floats `[N, E]`, E a power of two (64).
+        rows: int32`[N]`, -1 for tokens that write nothing.
+        pools: one, two or three arrays, T a power of two.
+        page_scales: pages of a slot, in each pool.
+        layer_offsets: int32 scalars, static or traced, one for each pool.
+        key_scale: f32 scalar of FP8 and NVFP4, 1 if None; the 656-byte token has none.
+        interpret: run as XLA operations; None does so where the target is no GPU.
+
+    Returns:
+        The pools; in place if the caller's `jit` donates them.
+    """
+    interpret = interpret_here() if interpret is None else interpret
+    places = [Place(*place) for place in zip(page_scales, layer_offsets, strict=True)]
+    factor = jnp.asarray(1.0 if key_scale is None else key_scale, jnp.float32).reshape(1)
+    if len(pools) == 1:
+        part = parts_of.Fp8LatentPart([latent, k_rope, factor], pools, places, interpret)
+    elif len(pools) == 2:
+        part = parts_of.NvFp4LatentPart([latent, k_rope, factor], pools, places, interpret)
+    else:
+        part = parts_of.DsMlaLatentPart([latent, k_rope], pools, places)
+    return part.result(_launch("append_latent", rows, [part], interpret)[0])
 
 
 @functools.partial(jax.jit, static_argnames=("index_scale", "key_scale", "scale_rule", "interpret"))
@@ -104,7 +159,7 @@ def append_both(
     k_rope: Array,
     rows: Array,
     keys: Array,
-    scales: Array | None,
+    scales: Array,
     pages: Array,
     *,
     index_scale: int,
@@ -113,8 +168,8 @@ def append_both(
     key_offset: int | Array,
     scale_rule: ScaleRule = "ue8m0",
     interpret: bool | None = None,
-) -> tuple[Array, Array | None, Array]:
-    """`append_index_k` and `append_latent` of the same tokens in one launch.
+) -> tuple[Array, Array, Array]:
+    """`append_index_k` in FP8 and `append_latent` of the same tokens in one launch.
 
     Args:
         k, keys, scales, scale_rule: as in `append_index_k`.
@@ -127,82 +182,41 @@ def append_both(
     Returns:
         `(keys, scales, pages)`.
     """
-    index = _IndexPart(k, keys, scales, index_scale, index_offset, scale_rule)
-    both = [index, _LatentPart(latent, k_rope, pages, key_scale, key_offset)]
-    index_written, [pages] = _launch("append_both", rows, both, interpret)
-    return *index.result(index_written), pages
+    interpret = interpret_here() if interpret is None else interpret
+    index_places = [Place(index_scale, index_offset)] * 2
+    index = parts_of.Fp8IndexPart([k], [keys, scales], index_places, scale_rule, interpret)
+    latents = parts_of.FloatPart([latent, k_rope], [pages], [Place(key_scale, key_offset)])
+    index_written, latents_written = _launch("append_both", rows, [index, latents], interpret)
+    keys, scales = index.result(index_written)
+    return keys, scales, latents.result(latents_written)[0]
 
 
-class _IndexPart:
-    """Indexer keys: one vector a token, quantised unless the pages are floats."""
-
-    def __init__(self, k, keys, scales, page_scale, layer_offset, scale_rule):
-        self.page_scale, self.layer_offset, self.page_size = page_scale, layer_offset, keys.shape[1]
-        self.scale_rule, self.float_pages = scale_rule, scales is None
-        self.inputs = [k]
-        self.pools = [keys] if scales is None else [_as_words(keys), scales]
-
-    def result(self, written: Sequence[Array]) -> tuple[Array, Array | None]:
-        if self.float_pages:
-            return written[0], None
-        return _as_bytes(written[0]), written[1]
-
-    def write(self, inputs, pools, token, page, offset, mask, interpret: bool) -> None:
-        [k_ref], dim = inputs, inputs[0].shape[1]
-        if self.float_pages:
-            _copy_rows(k_ref, pools[0], 0, token, page, offset, mask)
-            return
-        word = jnp.arange(dim // 4, dtype=jnp.int32)
-        column = word[None, :, None] * 4 + jnp.arange(4, dtype=jnp.int32)[None, None, :]
-        at = k_ref.at[token[:, None, None], column]
-        x = pltriton.load(at, mask=mask[:, None, None], other=0.0).astype(jnp.float32)
-        codes, scale = quantize(x, self.scale_rule, jnp.divide if interpret else _divide)
-        at = pools[0].at[page[:, None], offset[:, None], word[None, :]]
-        pltriton.store(at, pack_words(codes), mask=mask[:, None])
-        pltriton.store(pools[1].at[page, offset], scale, mask=mask)
-
-
-class _LatentPart:
-    """Latents and rotary keys, side by side in wide rows."""
-
-    def __init__(self, latent, k_rope, pages, page_scale, layer_offset):
-        self.page_scale, self.layer_offset, self.page_size = page_scale, layer_offset, pages.shape[1]
-        self.inputs, self.pools = [latent, k_rope], [pages]
-
-    def write(self, inputs, pools, token, page, offset, mask, interpret: bool) -> None:
-        del interpret
-        latent, k_rope = inputs
-        _copy_rows(latent, pools[0], 0, token, page, offset, mask)
-        _copy_rows(k_rope, pools[0], latent.shape[1], token, page, offset, mask)
-
-
-def _launch(name: str, rows: Array, parts: Sequence[Any], interpret: bool | None) -> list[list[Array]]:
+def _launch(name: str, rows: Array, parts: Sequence[Part], interpret: bool) -> list[list[Array]]:
     """Run all parts over all tokens; the second grid axis is the part. Returns each part's pools."""
     tokens = rows.shape[0]
     if tokens == 0:
         return [part.pools for part in parts]
-    interpret = interpret_here() if interpret is None else interpret
-    block, warps = (16, 4) if tokens >= _MANY_TOKENS else (min(4, pl.next_power_of_2(tokens)), 4)
-    offsets = [jnp.asarray(part.layer_offset, jnp.int32).reshape(1) for part in parts]
+    few, many = (min(part.block[i] for part in parts) for i in (0, 1))
+    block = many if tokens >= _MANY_TOKENS else min(few, pl.next_power_of_2(tokens))
+    offsets = [jnp.asarray(p.layer_offset, jnp.int32).reshape(1) for part in parts for p in part.places]
     inputs = [x for part in parts for x in part.inputs]
     pools = [x for part in parts for x in part.pools]
     first_pool = 1 + len(offsets) + len(inputs)
 
     def body(rows_ref, *refs):
-        refs, written = list(refs), list(refs[len(offsets) + len(inputs) + len(pools) :])
+        offset_refs, input_refs = iter(refs[: len(offsets)]), iter(refs[len(offsets) : first_pool - 1])
+        pool_refs = iter(refs[first_pool - 1 + len(pools) :])  # the outputs: the same memory
         token = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         row = pltriton.load(rows_ref.at[token], mask=token < tokens, other=-1)
         for number, part in enumerate(parts):
-            offset_ref = refs[number]
-            ins = _take(refs, len(offsets) + sum(len(p.inputs) for p in parts[:number]), len(part.inputs))
-            outs = _take(written, sum(len(p.pools) for p in parts[:number]), len(part.pools))
+            ins = [next(input_refs) for _ in part.inputs]
+            outs = [next(pool_refs) for _ in part.pools]
+            starts = [next(offset_refs) for _ in part.pools]
 
-            def one(part=part, offset_ref=offset_ref, ins=ins, outs=outs):
-                slot, offset = row >> (part.page_size.bit_length() - 1), row & (part.page_size - 1)
-                page = slot * part.page_scale + offset_ref[0]
-                # The interpreter writes old values back where masked, so masked rows go nowhere there.
-                mask = (row >= 0) & (page >= 0) & (page < outs[0].shape[0])
-                part.write(ins, outs, token, jnp.where(mask, page, outs[0].shape[0]), offset, mask, interpret)
+            def one(part=part, ins=ins, outs=outs, starts=starts):
+                places = zip(outs, part.places, starts, strict=True)
+                spots = [_spot(row, pool, place.page_scale, start[0]) for pool, place, start in places]
+                part.write(ins, outs, token, spots)
 
             if len(parts) == 1:
                 one()
@@ -214,40 +228,20 @@ def _launch(name: str, rows: Array, parts: Sequence[Any], interpret: bool | None
         grid=(pl.cdiv(tokens, block), len(parts)),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
         name=name,
-        num_warps=warps,
+        num_warps=_WARPS,
         input_output_aliases={first_pool + i: i for i in range(len(pools))},
         interpret=interpret,
     )
-    written = list(call(rows, *offsets, *inputs, *pools))
-    return [_take(written, sum(len(p.pools) for p in parts[:n]), len(p.pools)) for n, p in enumerate(parts)]
+    written = iter(call(rows, *offsets, *inputs, *pools))
+    return [[next(written) for _ in part.pools] for part in parts]
 
 
-def _take(items: list[Any], start: int, count: int) -> list[Any]:
-    return items[start : start + count]
-
-
-def _copy_rows(source, pages, first: int, token, page, offset, mask) -> None:
-    """Copy rows into columns from `first` on, in the pages' dtype."""
-    column = jnp.arange(source.shape[1], dtype=jnp.int32)[None, :]
-    value = pltriton.load(source.at[token[:, None], column], mask=mask[:, None], other=0.0)
-    at = pages.at[page[:, None], offset[:, None], first + column]
-    pltriton.store(at, value.astype(pages.dtype), mask=mask[:, None])
-
-
-def _divide(x: Array, y: Array) -> Array:
-    """Correctly rounded division; Triton's own is off by up to two units in the last place."""
-    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    [quotient] = pltriton.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;", args=[x, y], constraints="=f,f,f", pack=1, result_shape_dtypes=[shape]
-    )
-    return quotient
-
-
-def _as_words(pages: Array) -> Array:
-    """uint8`[P, T, D]` as int32`[P, T, D / 4]`."""
-    return lax.bitcast_convert_type(pages.reshape(*pages.shape[:-1], pages.shape[-1] // 4, 4), jnp.int32)
-
-
-def _as_bytes(words: Array) -> Array:
-    """The reverse of `_as_words`."""
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], words.shape[-1] * 4)
+def _spot(row: Array, pool, page_scale: int, layer_offset: Array) -> Spot:
+    """Where rows are in a pool `[P, T, ...]`; masked where there is no such page."""
+    pages, page_size = pool.shape[:2]
+    slot, offset = row >> (page_size.bit_length() - 1), row & (page_size - 1)
+    page = slot * page_scale + layer_offset
+    # The slot is bounded too: the page of a slot far beyond the pool may wrap around into it.
+    mask = (row >= 0) & (slot < pl.cdiv(pages, page_scale)) & (page >= 0) & (page < pages)
+    # The interpreter writes old values back where masked, so masked rows go nowhere there.
+    return Spot(jnp.where(mask, page, pages), offset, mask)

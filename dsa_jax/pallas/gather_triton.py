@@ -69,7 +69,8 @@ def gather_index_k(
         row = pltriton.load(rows_ref.at[token], mask=token < count, other=-1)
         slot, offset = row >> (page_size.bit_length() - 1), row & (page_size - 1)
         page = slot * page_scale + offset_ref[0]
-        valid = (row >= 0) & (page >= 0) & (page < pages)
+        # The slot is bounded too: the page of a slot far beyond the pool may wrap around into it.
+        valid = (row >= 0) & (slot < pl.cdiv(pages, page_scale)) & (page >= 0) & (page < pages)
         page = jnp.where(valid, page, 0)
         word = jnp.arange(width, dtype=jnp.int32)[None, :]
         at = sources[0].at[page[:, None], offset[:, None], word]

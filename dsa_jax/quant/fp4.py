@@ -22,7 +22,7 @@ NAN_SCALE = 255
 """The scale byte that means NaN (UE8M0 has no other special value)."""
 
 # Half-way points between neighbouring magnitudes; a code is the number of them that |x| exceeds.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def encode_e2m1(x: Array, tie_rule: TieRule = "deepgemm") -> Array:
@@ -51,7 +51,7 @@ def encode_e2m1(x: Array, tie_rule: TieRule = "deepgemm") -> Array:
     x = x.astype(jnp.float32)
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.uint8)
-    for below, midpoint in enumerate(_MIDPOINTS):
+    for below, midpoint in enumerate(MIDPOINTS):
         # Codes below and below + 1 meet here; under "even" the odd code loses the tie.
         exceeds = magnitude >= midpoint if tie_rule == "even" and below % 2 else magnitude > midpoint
         code = code + exceeds.astype(jnp.uint8)

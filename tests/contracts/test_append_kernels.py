@@ -63,6 +63,7 @@ def keys_of(rng: np.random.Generator, tokens: int, dim: int) -> np.ndarray:
         (7, 4, 128, jnp.bfloat16),
         (13, 16, 32, jnp.float32),
         (5, 64, 64, jnp.float16),
+        (9, 256, 128, jnp.bfloat16),
     ],
 )
 def test_index_bytes(tokens, page_size, dim, dtype, rule):
@@ -206,6 +207,15 @@ def test_float_pages():
     want = np.array(pages)
     want[1, 0], want[3, 1] = k[0], k[2]
     np.testing.assert_array_equal(got, want)
+
+
+def test_slots_far_beyond_the_pool_do_not_wrap_into_it():
+    """Slot 1,431,655,766 times three pages is 2 in 32 bits, and with the offset a page that exists."""
+    keys, scales = jnp.full((6, 1, 32), CANARY, jnp.uint8), jnp.full((6, 1), -7, jnp.float32)
+    rows = jnp.array([1_431_655_766, 2**31 - 1, -(2**31), -1_431_655_765], jnp.int32)
+    got = append_triton.append_index_k(jnp.ones((4, 32)), rows, keys, scales, page_scale=3, layer_offset=1)
+    np.testing.assert_array_equal(got[0], keys)
+    np.testing.assert_array_equal(got[1], scales)
 
 
 def test_no_tokens():

@@ -38,6 +38,9 @@ def pool(rng: np.random.Generator, page_size: int, width: int, dtype, scale_dtyp
         (64, 128, np.uint8, np.float32, 300),
         (16, 64, np.uint8, np.int32, 65),  # packed FP4 with four scale bytes a token
         (8, 32, np.float32, np.float32, 40),
+        (128, 64, np.uint8, np.int32, 7),
+        (256, 128, np.uint8, np.float32, 129),
+        (32, 128, np.float32, np.float32, 64),
     ],
 )
 def test_rows(page_size, width, dtype, scale_dtype, count):
@@ -56,6 +59,28 @@ def test_rows(page_size, width, dtype, scale_dtype, count):
     np.testing.assert_array_equal(
         np.asarray(got_scales).view(np.int32), np.where(inside, value_scales[at].view(np.int32), 0)
     )
+
+
+def test_slots_far_beyond_the_pool_do_not_wrap_into_it():
+    """Slot 1,431,655,766 times three pages is 2 in 32 bits, and with the offset a page that exists."""
+    rng = np.random.default_rng(6)
+    data, scales, values, _ = pool(rng, 1, 128, np.uint8, np.float32)
+    rows = np.array([1_431_655_766, 2**31 - 1, -(2**31), -1_431_655_765, 0], np.int32)
+    got, got_scales = gather_triton.gather_index_k(
+        jnp.asarray(rows), jnp.asarray(data), jnp.asarray(scales), page_scale=LAYERS, layer_offset=1
+    )
+    assert not np.asarray(got[:4]).any() and not np.asarray(got_scales[:4]).any()
+    np.testing.assert_array_equal(got[4], values[0])
+
+
+def test_a_layer_without_pages_reads_zeros():
+    """Offset -1 would be the last page of the slot before."""
+    data, scales, *_ = pool(np.random.default_rng(7), 4, 64, np.uint8, np.int32)
+    rows = jnp.arange(4, dtype=jnp.int32)
+    got = gather_triton.gather_index_k(
+        rows, jnp.asarray(data), jnp.asarray(scales), page_scale=LAYERS, layer_offset=jnp.int32(-1)
+    )
+    assert not any(np.asarray(x).any() for x in got)
 
 
 def test_without_scales_and_one_page():

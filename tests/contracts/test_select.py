@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import cases
+from compile_without_gpu import compile_case
 from dsa_jax import ops
 from dsa_jax.cache import Cache
 from dsa_jax.metadata import Bucket, Step, StepMetadata
-from numpy_model import Facts, row_of, scores, topk
+from dsa_jax.ops import dispatch
+from numpy_model import Facts, row_of, scores, to_rows, topk
 
 HEADS, K = 3, 4
 MIXED = dict(
@@ -138,6 +140,72 @@ def test_no_tokens(implementation):
     assert out.shape == (0, K)
 
 
+def rows_of(facts: Facts, wanted: list[list[int]]) -> list[list[int]]:
+    """Cache rows of wanted positions, by the NumPy model."""
+    requests = [r for r, _ in facts.tokens()]
+    return to_rows(np.array(wanted, np.int32), requests, facts.held_table(), facts.page_size).tolist()
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS["select_rows"])
+@pytest.mark.parametrize(
+    ("manager", "form", "page_size", "budget"),
+    [
+        ("v2", "f32", 4, 1000),
+        ("v1", "fp8", 4, 5),
+        ("v2", "fp8", 64, 1000),
+        pytest.param("v2", "fp8", 1, 3, marks=pytest.mark.full),
+        pytest.param("v1", "f32", 16, 1, marks=pytest.mark.full),
+    ],
+)
+def test_rows(implementation, manager, form, page_size, budget):
+    """Rows of the right positions: contexts, decode requests, padding, stale columns; whole and in chunks of rows."""
+    requests = (
+        MIXED
+        if page_size > 1
+        else MIXED | {"contexts": [(7, 3), (0, 0)], "decodes": [(9, 3), (6, 2), (1, 1)]}
+    )
+    layout = cases.layout(manager, index=form, page_size=page_size)
+    facts = cases.batch(**requests, page_size=page_size)
+    cache, q, weights, wanted = scenario(layout, facts, seed=4)
+    options = dict(score_budget=budget * facts.width * page_size * 4, implementation=implementation)
+    got = cases.select_rows(q, weights, cache, 0, cases.step(facts, layout), K, **options)
+    assert got.dtype == jnp.int32
+    assert got.tolist() == rows_of(facts, wanted)
+    assert got.tolist() != wanted  # the pages are shuffled
+    assert sum(-1 not in row for row in wanted) > 5  # the choice really drops tokens
+
+
+def test_rows_from_kernels_alone(monkeypatch):
+    """FP8 decode requests with 16 heads, as the kernels of the scores want them."""
+    monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)
+    layout, facts = (
+        cases.layout(index="fp8", page_size=16),
+        cases.batch(
+            decodes=[(40, 2), (33, 1), (16, 2)], next_n=2, page_size=16, spare_requests=1, spare_columns=1
+        ),
+    )
+    cache, q, weights, _ = scenario(layout, facts, seed=5)
+    q, weights = np.tile(q, (1, 6, 1))[:, :16], np.tile(weights, (1, 6))[:, :16]
+    step = cases.step(facts, layout)
+    wanted = cases.to_rows(cases.select_tokens(q, weights, cache, 0, step, K, implementation="xla"), step)
+    got = cases.select_rows(q, weights, cache, 0, step, K, implementation="triton")
+    assert got.tolist() == wanted.tolist()
+    assert (np.asarray(got) >= 0).sum() == 5 * K
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS["select_rows"])
+def test_rows_of_no_tokens_and_k_beyond_the_width(implementation):
+    layout = cases.layout()
+    step = StepMetadata.create(layout, Bucket(table_width=2), [], [], []).derive()
+    nothing = jnp.zeros((0, HEADS, 8)), jnp.zeros((0, HEADS)), cases.poisoned(layout)
+    assert ops.select_rows(*nothing, 0, step, K, implementation=implementation).shape == (0, K)
+    facts = cases.batch(decodes=[(3, 1), (4, 1)])
+    cache, q, weights, _ = scenario(layout, facts)
+    got = cases.select_rows(q, weights, cache, 0, cases.step(facts, layout), 9, implementation=implementation)
+    everything = [[*range(3)] + [-1] * 6, [*range(4)] + [-1] * 5]
+    assert got.tolist() == rows_of(facts, everything)
+
+
 def test_planted_stale_chunk_is_seen(monkeypatch):
     """A chunk that keeps the first chunk's request numbers reads another request's keys."""
 
@@ -167,3 +235,35 @@ def test_errors():
         ops.select_tokens(jnp.zeros((2, HEADS, 8)), weights, cache, 0, step, 2)
     with pytest.raises(ValueError, match="shared-indexer layer"):
         ops.select_tokens(q, weights, cache, 1, step, 2)
+    with pytest.raises(
+        ValueError, match=r"select_rows: k is -1.*; score_budget is 0.*Pass the model's index_topk"
+    ):
+        ops.select_rows(q, weights, cache, 0, step, -1, score_budget=0)
+    with pytest.raises(
+        NotImplementedError, match="select_rows: has no mosaic|paged_mqa_logits: mosaic on cpu"
+    ):
+        ops.select_rows(q, weights, cache, 0, step, 2, implementation="mosaic")
+
+
+def compiled_case(*, rows: bool):
+    """For `compile_without_gpu`: selection of a decode step, positions or rows."""
+    layout = cases.layout(index="fp8", page_size=64)
+    bucket = Bucket(decode_requests=8, table_width=64)
+    meta = StepMetadata.create(layout, bucket, [[r] for r in range(8)], [9] * 8, [1] * 8)
+
+    def run(q, weights, cache, step):
+        return (ops.select_rows if rows else ops.select_tokens)(q, weights, cache, 0, step, 2048)
+
+    shapes = jax.ShapeDtypeStruct((8, 64, 128), jnp.uint8), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    return run, [*shapes, Cache.abstract(layout, 64), jax.eval_shape(meta.derive)]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("card", ["sm80", "sm90"])
+def test_rows_cost_no_launch(compile_environment, card):
+    """As many kernels and fusions as positions take."""
+    case = "contracts.test_select:compiled_case"
+    results = [compile_case(compile_environment, card, case, rows=rows) for rows in (False, True)]
+    positions, rows = [(len(r.get("calls", [])), r.get("fusions")) for r in results]
+    assert positions[0] >= 2, results
+    assert rows == positions, results

@@ -1,0 +1,215 @@
+"""What a program of the append kernels does with its tokens: one class per storage form (append_triton.py launches them).
+
+A part names its input arrays and, for each pool it writes, the pool and the place of the layer's pages in it. Pools of
+one-byte elements are viewed as int32 words, which costs nothing and keeps element offsets within int32 for pools between
+2 and 4 GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import triton as pltriton
+
+from dsa_jax.forms import FP4_GROUP, FP8_TILE
+from dsa_jax.pallas import append_encode
+from dsa_jax.pallas.append_encode import pack_words
+from dsa_jax.quant import ScaleRule, TieRule
+from dsa_jax.quant.fp4 import GROUP, GROUPS
+from dsa_jax.quant.fp8 import exact_divide
+
+
+class Place(NamedTuple):
+    """Where a layer's pages are in a pool: page `slot * page_scale + layer_offset`."""
+
+    page_scale: int
+    layer_offset: int | Array
+
+
+class Spot(NamedTuple):
+    """Where the tokens of a program go in one pool."""
+
+    page: Array
+    offset: Array
+    mask: Array
+
+
+class Part:
+    """A storage form, ready to be written.
+
+    Attributes:
+        inputs: arrays that the kernel reads, tokens first unless they are scalars `[1]`.
+        pools: arrays that the kernel writes, `[P, T, ...]`, words where the pool has bytes.
+        places: one for each pool.
+        block: tokens of a program in a step of few tokens and in one of many.
+    """
+
+    block: tuple[int, int] = (1, 4)
+
+    def __init__(self, inputs: Sequence[Array], pools: Sequence[Array], places: Sequence[Place]):
+        self._dtypes = [pool.dtype for pool in pools]
+        self.inputs, self.places = list(inputs), list(places)
+        self.pools = [as_words(pool) if pool.dtype == jnp.uint8 else pool for pool in pools]
+
+    def write(self, inputs: Sequence[Any], pools: Sequence[Any], token: Array, spots: Sequence[Spot]) -> None:
+        """Read tokens from the inputs' refs and store them into the pools' refs."""
+        raise NotImplementedError
+
+    def result(self, written: Sequence[Array]) -> tuple[Array, ...]:
+        """Written pools in the dtypes that they came in."""
+        pools = zip(written, self._dtypes, strict=True)
+        return tuple(as_bytes(pool) if dtype == jnp.uint8 else pool for pool, dtype in pools)
+
+
+class FloatPart(Part):
+    """Vectors as they are, side by side in wide rows, in the dtype of the pages."""
+
+    block = (4, 16)
+
+    def write(self, inputs, pools, token, spots) -> None:
+        """One input behind the other."""
+        _copy_side_by_side(inputs, pools[0], token, spots[0])
+
+
+class Fp8IndexPart(Part):
+    """Indexer keys in FP8: one scale a vector."""
+
+    block = (4, 16)
+
+    def __init__(self, inputs, pools, places, rule: ScaleRule, interpret: bool):
+        super().__init__(inputs, pools, places)
+        self._rule: ScaleRule = rule
+        self._divide = _division(interpret)
+
+    def write(self, inputs, pools, token, spots) -> None:
+        """Codes in one pool, scales in the other."""
+        [k], [at, scale_at] = inputs, spots
+        x = _load(k, token, at.mask, (k.shape[1] // 4, 4))
+        codes, scale = append_encode.quantize(x, self._rule, self._divide)
+        _store_words(pools[0], at, 0, pack_words(codes))
+        pltriton.store(pools[1].at[scale_at.page, scale_at.offset], scale, mask=scale_at.mask)
+
+
+class Fp4IndexPart(Part):
+    """Indexer keys in FP4: four scale bytes a vector, in one word."""
+
+    block = (4, 16)
+
+    def __init__(self, inputs, pools, places, rule: TieRule):
+        super().__init__(inputs, pools, places)
+        self._rule: TieRule = rule
+
+    def write(self, inputs, pools, token, spots) -> None:
+        """Packed codes in one pool, words of scales in the other."""
+        [k], [at, scale_at] = inputs, spots
+        x = _load(k, token, at.mask, (GROUPS, GROUP // 8, 8))
+        codes, scales = append_encode.quantize_fp4(x, self._rule)
+        _store_words(pools[0], at, 0, pack_words(codes, 4))
+        pltriton.store(pools[1].at[scale_at.page, scale_at.offset], pack_words(scales), mask=scale_at.mask)
+
+
+class Fp8LatentPart(Part):
+    """Latent and rotary key in FP8 under one scale for all tokens, the last input."""
+
+    def __init__(self, inputs, pools, places, interpret: bool):
+        super().__init__(inputs, pools, places)
+        self._divide = _division(interpret)
+
+    def write(self, inputs, pools, token, spots) -> None:
+        """Codes of both, side by side."""
+        *sources, factor = inputs
+        for source, first in zip(sources, (0, sources[0].shape[1] // 4), strict=True):
+            x = _load(source, token, spots[0].mask, (source.shape[1] // 4, 4))
+            quotient = self._divide(x, jnp.broadcast_to(factor[0], x.shape))
+            _store_words(pools[0], spots[0], first, pack_words(append_encode.e4m3_codes(quotient)))
+
+
+class NvFp4LatentPart(Part):
+    """Latent and rotary key in NVFP4: an e4m3 scale for 16 elements, in a pool of its own, and one scale for all tokens."""
+
+    def __init__(self, inputs, pools, places, interpret: bool):
+        super().__init__(inputs, pools, places)
+        self._divide = _division(interpret)
+
+    def write(self, inputs, pools, token, spots) -> None:
+        """Packed codes of both side by side in one pool, four scales a word in the other."""
+        *sources, factor = inputs
+        for source, first in zip(sources, (0, sources[0].shape[1]), strict=True):
+            scale_words = source.shape[1] // (4 * FP4_GROUP)
+            x = _load(source, token, spots[0].mask, (scale_words, 4, FP4_GROUP // 8, 8))
+            codes, scale_codes = append_encode.quantize_nvfp4(x, factor[0], self._divide)
+            _store_words(pools[0], spots[0], first // 8, pack_words(codes, 4))
+            _store_words(pools[1], spots[1], first // (4 * FP4_GROUP), pack_words(scale_codes))
+
+
+class DsMlaLatentPart(Part):
+    """The 656-byte token: FP8 latents with a scale for 128 elements, the rotary key in bfloat16."""
+
+    def write(self, inputs, pools, token, spots) -> None:
+        """Codes, scales and rotary keys, each in its pool."""
+        latent, k_rope = inputs
+        x = _load(latent, token, spots[0].mask, (latent.shape[1] // FP8_TILE, FP8_TILE // 4, 4))
+        codes, scale = append_encode.quantize_tiles(x)
+        _store_words(pools[0], spots[0], 0, pack_words(codes))
+        _store_words(pools[1], spots[1], 0, scale)
+        _copy_side_by_side([k_rope], pools[2], token, spots[2])
+
+
+def as_words(pages: Array) -> Array:
+    """uint8`[P, T, D]` as int32`[P, T, D / 4]`."""
+    return lax.bitcast_convert_type(pages.reshape(*pages.shape[:-1], pages.shape[-1] // 4, 4), jnp.int32)
+
+
+def as_bytes(words: Array) -> Array:
+    """The reverse of `as_words`."""
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], words.shape[-1] * 4)
+
+
+def _copy_side_by_side(sources: Sequence[Any], pages: Any, token: Array, spot: Spot) -> None:
+    """Copy the sources' rows one behind the other, in the pages' dtype."""
+    first = 0
+    for source in sources:
+        column = jnp.arange(source.shape[1], dtype=jnp.int32)[None, :]
+        value = pltriton.load(source.at[token[:, None], column], mask=spot.mask[:, None], other=0.0)
+        at = pages.at[spot.page[:, None], spot.offset[:, None], first + column]
+        pltriton.store(at, value.astype(pages.dtype), mask=spot.mask[:, None])
+        first += source.shape[1]
+
+
+def _load(source: Any, token: Array, mask: Array, shape: tuple[int, ...]) -> Array:
+    """Rows of a source as f32`[tokens, *shape]`, in row-major order; zeros where masked."""
+    rank = len(shape) + 1
+    column, stride = jnp.zeros((1,) * rank, jnp.int32), 1
+    for axis in range(rank - 1, 0, -1):
+        column = column + lax.broadcasted_iota(jnp.int32, (1, *shape), axis) * stride
+        stride *= shape[axis - 1]
+    up = (slice(None), *(None,) * (rank - 1))
+    return pltriton.load(source.at[token[up], column], mask=mask[up], other=0.0).astype(jnp.float32)
+
+
+def _store_words(pool: Any, spot: Spot, first: int, words: Array) -> None:
+    """Store a row of words `[tokens, ...]` from the column `first` on."""
+    width = 1
+    for size in words.shape[1:]:
+        width *= size
+    column = first + jnp.arange(width, dtype=jnp.int32)[None, :]
+    at = pool.at[spot.page[:, None], spot.offset[:, None], column]
+    pltriton.store(at, words.reshape(words.shape[0], width), mask=spot.mask[:, None])
+
+
+def _division(interpret: bool) -> append_encode.Divide:
+    """Correctly rounded division."""
+    return exact_divide if interpret else _divide
+
+
+def _divide(x: Array, y: Array) -> Array:
+    """Triton's own division is off by up to two units in the last place."""
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    [quotient] = pltriton.elementwise_inline_asm(
+        "div.rn.f32 $0, $1, $2;", args=[x, y], constraints="=f,f,f", pack=1, result_shape_dtypes=[shape]
+    )
+    return quotient

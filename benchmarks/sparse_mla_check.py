@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,9 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsa_jax import Cache, CacheLayout, ops, quant
+from dsa_jax.config import preset
+from dsa_jax.forms import key_arrays
 from dsa_jax.pallas import sparse_mla_mosaic, sparse_mla_triton
 
 PAGE_SIZE, LATENT, WIDTH, SCALE = 64, 512, 576, 0.1352338
+KEY_SCALE = {"fp8": 0.01, "nvfp4": 0.001}
+"""Scales of the forms that have one for a whole cache; the keys' values are about a tenth."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +49,16 @@ class Shape:
 
 
 Kernel = Callable[..., tuple[jax.Array, jax.Array]]
+"""``(shape, q, keys, rows, offset) -> out, lse``."""
 
 
 def triton(**fields) -> Kernel:
     """The Triton kernel with a configuration."""
 
-    def run(q, keys, rows, offset, scale):
-        if len(keys) > 1:
-            raise NotImplementedError("reads bf16 only")
+    def run(shape, q, keys, rows, offset):
         return sparse_mla_triton.sparse_mla(
-            q, keys[0], rows, page_scale=scale, layer_offset=offset, softmax_scale=SCALE,
-            config=sparse_mla_triton.Config(**fields) if fields else None,
+            q, keys, rows, page_scale=shape.scale, layer_offset=offset, softmax_scale=SCALE, form=shape.form,
+            key_scale=KEY_SCALE.get(shape.form), config=sparse_mla_triton.Config(**fields) if fields else None,
         )  # fmt: skip
 
     return run
@@ -64,36 +67,48 @@ def triton(**fields) -> Kernel:
 def mosaic(**fields) -> Kernel:
     """The Mosaic kernel with a configuration, for either form."""
 
-    def run(q, keys, rows, offset, scale):
-        kernel = sparse_mla_mosaic.sparse_mla if len(keys) == 1 else sparse_mla_mosaic.sparse_mla_fp8
-        config = sparse_mla_mosaic.Config() if len(keys) == 1 else sparse_mla_mosaic.FP8_CONFIG
-        options = dict(page_scale=scale, layer_offset=offset, softmax_scale=SCALE)
-        return partial(kernel, q, *keys)(rows, config=dataclasses.replace(config, **fields), **options)
+    def run(shape, q, keys, rows, offset):
+        return sparse_mla_mosaic.sparse_mla(
+            q, keys, rows, page_scale=shape.scale, layer_offset=offset, softmax_scale=SCALE, form=shape.form,
+            config=dataclasses.replace(sparse_mla_mosaic.CONFIGS[shape.form], **fields),
+        )  # fmt: skip
 
     return run
 
 
+def xla(shape, q, keys, rows, offset):
+    """The reference of the library; the layer is not an operand here."""
+    del offset
+    model = preset("deepseek-v3.2")
+    layers = tuple(range(shape.scale))
+    layout = CacheLayout.create(model, layers=layers, page_size=PAGE_SIZE, key_form=shape.form)
+    names = [array.name for array in key_arrays(shape.form, LATENT, WIDTH - LATENT)]
+    cache = Cache.create(layout, shape.slots).replace_pages(**dict(zip(names, keys, strict=True)))
+    options: dict = dict(key_scale=KEY_SCALE.get(shape.form), implementation="xla")
+    return ops.sparse_mla(q, cache, shape.scale - 1, rows, SCALE, **options)
+
+
 VARIANTS: dict[str, Kernel] = {
     "mosaic": mosaic(),
-    "mosaic, not ahead": mosaic(ahead=False),
-    "mosaic, late scores": mosaic(early_scores=False),
+    "mosaic, ahead": mosaic(ahead=True),
+    "mosaic, no barriers": mosaic(auto_barriers=False),
+    "mosaic, halves": mosaic(halves=True, auto_barriers=False),
+    "mosaic, halves, ahead": mosaic(halves=True, auto_barriers=False, ahead=True),
     "triton": triton(),
+    "xla": xla,
 }
 
 
-def reference(q, keys, rows, offset, scale):
+def reference(form, q, keys, rows, offset, scale):
     """Float32 attention of the given queries, one at a time."""
+    names = [array.name for array in key_arrays(form, LATENT, WIDTH - LATENT)]
 
     def one(args):
         q, rows = args
         valid = (rows >= 0)[:, None]
         page = jnp.where(rows >= 0, rows // PAGE_SIZE * scale + offset, 0)
-        parts = [array[page, rows % PAGE_SIZE] for array in keys]
-        if len(keys) > 1:
-            codes, scales, rope = parts
-            values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-            parts = [(values.reshape(-1, 4, 128) * scales[:, :, None]).reshape(-1, LATENT), rope]
-        key = jnp.where(valid, jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=1), 0)
+        entry = {name: array[page, rows % PAGE_SIZE] for name, array in zip(names, keys, strict=True)}
+        key = jnp.where(valid, quant.decode_latent(entry, form, KEY_SCALE.get(form)), 0)
         score = jnp.einsum("hd,kd->hk", q.astype(jnp.float32), key, precision="highest") * SCALE
         score = jnp.where(valid.T, score, -jnp.inf)
         top = jnp.maximum(jnp.max(score, axis=1, keepdims=True), -1e30)
@@ -107,11 +122,13 @@ def reference(q, keys, rows, offset, scale):
 
 def arrays_of(form: str, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the pool's arrays."""
-    widths = {
-        "bf16": [(WIDTH, jnp.bfloat16)],
-        "fp8": [(LATENT, jnp.uint8), (4, jnp.float32), (WIDTH - LATENT, jnp.bfloat16)],
-    }
-    return tuple(jax.ShapeDtypeStruct((pages, PAGE_SIZE, width), dtype) for width, dtype in widths[form])
+    arrays = key_arrays(form, LATENT, WIDTH - LATENT)
+    return tuple(jax.ShapeDtypeStruct((pages, PAGE_SIZE, *a.shape), jnp.dtype(a.dtype)) for a in arrays)
+
+
+def query_dtype(form: str):
+    """What the kernels take with keys of a form."""
+    return jnp.float32 if form == "f32" else jnp.bfloat16
 
 
 def make(shape: Shape, seed: int):
@@ -132,28 +149,19 @@ def make(shape: Shape, seed: int):
         holes[2] = -1
         holes[3 % tokens, 5:] = -1
     key = jax.random.key(seed)
-    q = jnp.clip(jax.random.normal(key, (tokens, shape.heads, WIDTH), jnp.bfloat16), -1, 1)
+    q = jnp.clip(jax.random.normal(key, (tokens, shape.heads, WIDTH), query_dtype(shape.form)), -1, 1)
     used = jnp.asarray(used).reshape(shape.slots, PAGE_SIZE, 1)
 
-    def fill(spec):
-        size = (shape.slots, PAGE_SIZE, spec.shape[-1])
-        if spec.dtype == jnp.uint8:
-            codes = jax.random.bits(key, size, jnp.uint8)
-            codes = jnp.where((codes & 0x7F) == 0x7F, jnp.uint8(1), codes)
-            layer = jnp.where(used, codes, jnp.uint8(0x7F))
-        elif spec.dtype == jnp.float32:
-            layer = jnp.where(
-                used, jnp.exp2(jax.random.randint(key, size, -13, -9).astype(jnp.float32)), jnp.nan
-            )
-        else:
-            layer = jax.random.normal(key, size, spec.dtype) * jnp.asarray(0.1, spec.dtype)
-            layer = jnp.where(used, layer, jnp.asarray(jnp.nan, spec.dtype))
-        if shape.scale == 1:
-            return layer
-        return jnp.repeat(layer, shape.scale, axis=0)  # every layer the same
+    @jax.jit
+    def fill():
+        values = jax.random.normal(key, (shape.slots, PAGE_SIZE, WIDTH)) / 10
+        scale = KEY_SCALE.get(shape.form)
+        entry = quant.encode_latent(values[..., :LATENT], values[..., LATENT:], shape.form, scale)
+        poison = lambda part: 0x7F if part.dtype == jnp.uint8 else jnp.nan
+        layer = [jnp.where(used, part, jnp.asarray(poison(part), part.dtype)) for part in entry.values()]
+        return tuple(part if shape.scale == 1 else jnp.repeat(part, shape.scale, axis=0) for part in layer)
 
-    pool = tuple(jax.jit(fill, static_argnums=0)(spec) for spec in arrays_of(shape.form, shape.slots))
-    return q, pool, jnp.asarray(rows)
+    return q, fill(), jnp.asarray(rows)
 
 
 def errors(got, want, empty) -> dict:
@@ -175,16 +183,18 @@ def errors(got, want, empty) -> dict:
 
 def compile_program(kernel: Kernel, shape: Shape) -> Callable:
     """A program that calls the kernel once for every set of rows, back to back."""
-    one = jax.jit(kernel, static_argnums=4)  # lowered once, however often it is called
+    one = jax.jit(kernel, static_argnums=0)  # lowered once, however often it is called
 
     @jax.jit
     def program(q, keys, rows, offset):
-        return [one(q, keys, rows[s], offset, shape.scale) for s in range(shape.sets)]
+        return [one(shape, q, keys, rows[s], offset) for s in range(shape.sets)]
 
     spec = jax.ShapeDtypeStruct
     q, rows = (shape.tokens, shape.heads, WIDTH), (shape.sets, shape.tokens, shape.keys)
     keys = arrays_of(shape.form, shape.slots * shape.scale)
-    return program.lower(spec(q, jnp.bfloat16), keys, spec(rows, jnp.int32), spec((), jnp.int32)).compile()
+    return program.lower(
+        spec(q, query_dtype(shape.form)), keys, spec(rows, jnp.int32), spec((), jnp.int32)
+    ).compile()
 
 
 def timed(program: Callable, operands: tuple, repeats: int = 7) -> float:
@@ -197,18 +207,23 @@ def timed(program: Callable, operands: tuple, repeats: int = 7) -> float:
     return statistics.median(times) / operands[2].shape[0] * 1e6
 
 
+SCHEDULES = tuple(name for name in VARIANTS if name.startswith("mosaic"))
 SHAPES = {
-    "decode 64x128": Shape(64, 128, sets=12, variants=("mosaic", "mosaic, not ahead", "triton")),
-    "decode 64x128 FP8": Shape(64, 128, sets=12, form="fp8", variants=("mosaic", "mosaic, not ahead")),
-    "prefill 4096x128": Shape(4096, 128, slots=512, sets=2, variants=("mosaic", "mosaic, not ahead")),
+    "decode 64x128": Shape(64, 128, sets=12, variants=(*SCHEDULES, "triton", "xla")),
+    "decode 64x128 656 B": Shape(64, 128, sets=12, form="fp8_ds_mla", variants=(*SCHEDULES, "triton", "xla")),
+    "prefill 4096x128": Shape(4096, 128, slots=512, sets=2, variants=SCHEDULES),
     "decode 64x16": Shape(64, 16, sets=12, variants=("mosaic", "triton")),
     "decode 64x64": Shape(64, 64, sets=12),
     "decode 8x128": Shape(8, 128, slots=8 * 512, sets=24),
     "decode 1x128": Shape(1, 128, slots=4096, sets=24),
     "decode 128x128": Shape(128, 128),
-    "decode 128x128 FP8": Shape(128, 128, form="fp8"),
+    "decode 128x128 656 B": Shape(128, 128, form="fp8_ds_mla"),
     "decode 64x128, 4.8 GB pool": Shape(64, 128, scale=2),
-}
+    **{f"decode 64x128 {form}": Shape(64, 128, sets=4, form=form, variants=("triton", "xla")) for form in
+       ("fp8", "nvfp4", "f32")},
+    **{f"decode 64x16 {form}": Shape(64, 16, sets=4, form=form, variants=("triton", "xla")) for form in
+       ("fp8", "nvfp4", "fp8_ds_mla", "f32")},
+}  # fmt: skip
 
 
 def measure(name: str, programs: dict[str, Future], deadline: float) -> list[dict]:
@@ -219,12 +234,15 @@ def measure(name: str, programs: dict[str, Future], deadline: float) -> list[dic
     chosen = np.unique(np.r_[np.arange(min(5, tokens)), tokens // 2, tokens - 1])
     checked = rows[0][chosen]
     offset = jnp.int32(shape.scale - 1)
-    want = jax.jit(reference, static_argnums=4)(q[chosen], keys, checked, offset, shape.scale)
+    want = jax.jit(reference, static_argnums=(0, 5))(
+        shape.form, q[chosen], keys, checked, offset, shape.scale
+    )
     want = [np.asarray(x) for x in want]
     empty = np.asarray((checked < 0).all(axis=1))
     valid = int((rows >= 0).sum()) / shape.sets
     flop = 2 * heads * valid * (WIDTH + LATENT)
-    moved = valid * (WIDTH * 2 if shape.form == "bf16" else 656) + tokens * heads * (WIDTH + LATENT) * 2
+    row_bytes = sum(array.token_bytes for array in key_arrays(shape.form, LATENT, WIDTH - LATENT))
+    moved = valid * row_bytes + tokens * heads * (WIDTH + LATENT) * 2
     results = []
     operands = (q, keys, rows, offset)
     for variant, future in programs.items():

@@ -7,11 +7,12 @@ import numpy as np
 from jax import Array
 
 from dsa_jax import xla
+from dsa_jax.arguments import described, is_number
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 from dsa_jax.ops import gpu
-from dsa_jax.ops.append import check_key_scale, check_layer
-from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.append import check_key_scale
+from dsa_jax.ops.checks import Problems, check_cache, check_layer
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
 
 
@@ -48,9 +49,10 @@ def sparse_mla(
     Raises:
         ValueError: for wrong shapes or dtypes, or an unknown layer.
     """
+    check_cache("sparse_mla", cache)
     layout = cache.layout
     problems = Problems("sparse_mla")
-    tokens = q.shape[0] if q.ndim == 3 else None
+    tokens = q.shape[0] if getattr(q, "ndim", None) == 3 else None
     problems.shape("q", q, (None, None, layout.latent_dim + layout.rope_dim), "N, h, latent_dim + rope_dim")
     problems.shape("rows", rows, (tokens, None), "N, K")
     problems.dtype("q", q, ("float",))
@@ -59,10 +61,10 @@ def sparse_mla(
     if isinstance(softmax_scale, (jax.Array, np.ndarray)):
         problems.shape("softmax_scale", softmax_scale, (), "")
         problems.dtype("softmax_scale", softmax_scale, ("float",))
-    elif not isinstance(softmax_scale, (int, float, np.number)) or not 0 < softmax_scale < float("inf"):
-        problems.note(f"softmax_scale is {softmax_scale!r}, wanted a positive finite number")
+    elif not is_number(softmax_scale) or not 0 < softmax_scale < float("inf"):
+        problems.note(f"softmax_scale is {described(softmax_scale)}, wanted a positive finite number")
     problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
-    check_layer(cache, layer, Role.KEY)
+    check_layer("sparse_mla", cache, layer, Role.KEY)
     candidates = (
         *gpu.sparse_mla(cache, q.shape[1], q.dtype, softmax_scale),
         Candidate("xla", xla.sparse_mla),

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsa_jax.pallas import row_copy_fp8_mosaic, row_copy_mosaic
-from dsa_jax.pallas.row_copy_mosaic import LATENT, TILE
+from dsa_jax.pallas.row_copy_mosaic import LATENT, TILE, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,12 @@ class Machine:
     """Operations of a kernel body.
 
     Attributes:
-        parts: latent columns of a tile whose arrival is signalled together.
+        tiles: how two buffers are filled one after the other.
+        halves: how they are filled by halves.
         multiply: ``(acc or None, step, ...) -> acc + a b + ...``, float32 ``[64, n]``; a step is a product ``(a, b)``,
-            a in shared memory or in registers and b in shared memory, or a function to call between products.
+            a in shared memory or in registers and b in shared memory, or a function to call between products, which may
+            return one.
+        finish_products: ``(n) -> None``, wait until all products but the last n begun are finished.
         opaque_zero: see ``row_copy_mosaic``.
         create_barriers: see ``row_copy_mosaic``.
         fetch_row_numbers: the same.
@@ -31,8 +34,10 @@ class Machine:
         wait_rows: the same, with those as second argument.
     """
 
-    parts: tuple[tuple[int, int], ...]
+    tiles: Schedule
+    halves: Schedule
     multiply: Callable[..., Any]
+    finish_products: Callable[[int], None]
     opaque_zero: Callable[[], Array]
     fetch_row_numbers: Callable[..., None]
     create_barriers: Callable[..., None]
@@ -40,13 +45,12 @@ class Machine:
     wait_rows: Callable[..., None]
 
 
-def _multiply(acc, *steps):
+def _multiply(acc, *steps: Any):
     def issue(acc_ref):
         for step in steps:
-            if callable(step):
-                step()
-            else:
-                plgpu.wgmma(acc_ref, *step)
+            product: Any = step() if callable(step) else step
+            if product is not None:
+                plgpu.wgmma(acc_ref, *product)
 
     def issue_and_read(acc_ref):
         issue(acc_ref)
@@ -59,8 +63,10 @@ def _multiply(acc, *steps):
 
 
 HOPPER = Machine(
-    parts=row_copy_mosaic.PARTS,
+    tiles=row_copy_mosaic.TILES,
+    halves=row_copy_mosaic.HALVES,
     multiply=_multiply,
+    finish_products=plgpu.wgmma_wait,
     opaque_zero=row_copy_mosaic.opaque_zero,
     fetch_row_numbers=row_copy_mosaic.fetch_row_numbers,
     create_barriers=row_copy_mosaic.create_barriers,
@@ -69,17 +75,18 @@ HOPPER = Machine(
 )
 HOPPER_FP8 = dataclasses.replace(
     HOPPER,
-    parts=row_copy_fp8_mosaic.PARTS,
+    tiles=row_copy_fp8_mosaic.TILES,
+    halves=row_copy_fp8_mosaic.HALVES,
     copy_rows=lambda *refs, barriers, **options: row_copy_fp8_mosaic.copy_rows(*refs, **options),
 )
 
 
-def _multiply_interpreted(acc, *steps):
+def _multiply_interpreted(acc, *steps: Any):
     for step in steps:
-        if callable(step):
-            step()
+        pair: Any = step() if callable(step) else step
+        if pair is None:
             continue
-        a, b = step
+        a, b = pair
         a = a if isinstance(a, Array) else a[...]
         product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32), precision="highest")
         acc = product if acc is None else acc + product
@@ -92,10 +99,10 @@ def _fetch_row_numbers_interpreted(rows_ref, numbers_smem):
 
 def _copy_rows_interpreted(
     key_refs, next_rows_ref, numbers_smem, latent_smem, rope_smem, _, *,
-    read, barriers, buffer, slot, has_next, layer_offset, row_limit, page_scale, prefetch, ahead,
+    read, barriers, schedule, call, slot, has_next, layer_offset, row_limit, page_scale, prefetch, ahead,
 ):  # fmt: skip
     del prefetch, ahead
-    page_size = key_refs[0].shape[1]
+    page_size, (buffer, parts), begins = key_refs[0].shape[1], schedule.order[call], schedule.begins(call)
 
     def copy_row(i, _):
         row = numbers_smem[slot, i]
@@ -103,20 +110,22 @@ def _copy_rows_interpreted(
         row = jnp.where(valid, row, 0)
         page = jnp.where(valid, lax.div(row, jnp.int32(page_size)) * page_scale + layer_offset, 0)
         latent, rope = read(key_refs, page, lax.rem(row, jnp.int32(page_size)))
-        latent_smem[i, :] = jnp.where(valid, latent, jnp.zeros_like(latent))
-        rope_smem[i, :] = jnp.where(valid, rope, jnp.zeros_like(rope))
+        for part in parts:
+            columns = slice(*schedule.parts[part])
+            latent_smem[i, columns] = jnp.where(valid, latent, jnp.zeros_like(latent))[columns]
+        if begins:
+            rope_smem[i, :] = jnp.where(valid, rope, jnp.zeros_like(rope))
         return ()
 
     lax.fori_loop(0, TILE, copy_row, ())
 
-    @pl.when(has_next != 0)
+    @pl.when((has_next != 0) & begins)
     def _():
         numbers_smem[1 - slot, :] = next_rows_ref[...]
 
     plgpu.commit_smem()
-    parts = barriers.shape[0] // 2
-    for part in range(parts):
-        plgpu.barrier_arrive(barriers.at[buffer * parts + part])
+    for part in parts:
+        plgpu.barrier_arrive(barriers.at[buffer * (barriers.shape[0] // 2) + part])
 
 
 def _wait_rows_interpreted(raw, barriers, buffer, part, turn):
@@ -136,14 +145,19 @@ def _read_fp8(key_refs, page, offset):
 
 
 INTERPRETER = Machine(
-    parts=row_copy_mosaic.PARTS,
+    tiles=row_copy_mosaic.TILES,
+    halves=row_copy_mosaic.HALVES,
     multiply=_multiply_interpreted,
+    finish_products=lambda count: None,
     opaque_zero=lambda: jnp.int32(0),
     fetch_row_numbers=_fetch_row_numbers_interpreted,
-    create_barriers=lambda raw, parts: None,
+    create_barriers=lambda raw: None,
     copy_rows=partial(_copy_rows_interpreted, read=_read_bf16),
     wait_rows=_wait_rows_interpreted,
 )
 INTERPRETER_FP8 = dataclasses.replace(
-    INTERPRETER, parts=row_copy_fp8_mosaic.PARTS, copy_rows=partial(_copy_rows_interpreted, read=_read_fp8)
+    INTERPRETER,
+    tiles=row_copy_fp8_mosaic.TILES,
+    halves=row_copy_fp8_mosaic.HALVES,
+    copy_rows=partial(_copy_rows_interpreted, read=_read_fp8),
 )

@@ -21,24 +21,26 @@ from dsa_jax.pallas.row_copy_mosaic import (
     _SMEM_TILE,
     _TILED,
     TILE,
+    Schedule,
     barrier_address,
     emit,
     fetch_ahead,
-    fetch_numbers,
+    fetch_next,
     read_next_number,
     row_address,
 )  # fmt: skip
 
-PARTS = ((0, 256), (256, 512))
-"""Latent columns whose arrival is signalled together; the rotary columns come with the first part."""
+TILES = Schedule(((0, 256), (256, 512)), ((0, (0, 1)), (1, (0, 1))))
+HALVES = Schedule(((0, 256), (256, 512)), ((0, (0, 1)), (1, (1, 0))))
+"""As in ``row_copy_mosaic``, but whole tiles: one part's codes are on their way while the other is decoded."""
 _TWO_TO_60 = 0x5D805D80  # as two bfloat16
 _TWO_TO_60_FLOAT = "0f5D800000"
 
 
 def copy_rows(
     key_refs, next_rows_ref, numbers_smem, latent_smem, rope_smem, barriers_smem, *,
-    buffer: int, slot, has_next, layer_offset, row_limit, page_scale: int, prefetch: int = 128,
-    ahead: bool = True,
+    schedule: Schedule, call: int, slot, has_next, layer_offset, row_limit, page_scale: int,
+    prefetch: int = 128, ahead: bool = True,
 ) -> None:  # fmt: skip
     """``row_copy_mosaic.copy_rows`` for three ``key_refs``: codes, scales and rope of the pool's rows."""
     page_size = key_refs[0].shape[1]
@@ -48,7 +50,7 @@ def copy_rows(
         refs, scalars = operands[:8], operands[8:]
         emit(["cp.async.wait_group 1;"])  # what was fetched with this buffer's last tile: the row numbers
         mgpu.warpgroup_barrier()
-        ptx = _copy_ptx(page_size, page_scale, buffer, prefetch, ahead)
+        ptx = _copy_ptx(page_size, page_scale, schedule.order[call], prefetch, ahead)
         emit(ptx, *map(mgpu.utils.memref_ptr, refs), *(x.registers.item() for x in scalars))
 
     copy(
@@ -57,8 +59,11 @@ def copy_rows(
     )  # fmt: skip
 
 
-def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead: bool) -> list[str]:
+def _copy_ptx(
+    page_size: int, page_scale: int, call: tuple[int, tuple[int, ...]], prefetch: int, ahead: bool
+) -> list[str]:
     """Operands: codes, scales, rope, next rows, numbers, latent, rope, barriers, slot, has_next, offset, limit."""
+    buffer, parts = call
     registers = "thread, chunk, group, numbers, to, place, tile, page, offset, size, next"
     words = [f"code{i}_{w}" for i in range(8) for w in range(4)]
     ptx = [
@@ -100,7 +105,7 @@ def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead
             f"cp.async.cg.shared.global.L2::{prefetch}B [to], [from], {_CHUNK}, size;",
         ]
     # Not an arrival: it makes the barrier wait for these copies as well.
-    ptx += [f"cp.async.mbarrier.arrive.shared.b64 {barrier_address('$7', buffer, 0)};"]
+    ptx += [f"cp.async.mbarrier.arrive.shared.b64 {barrier_address('$7', buffer, parts[0])};"]
     # The codes: sixteen threads for half a row, eight rows a thread.
     ptx += [
         "and.b32 chunk, thread, 15;",
@@ -114,9 +119,9 @@ def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead
         "mul.wide.u32 scales, to, 4;",
         "add.u64 scales, scales, $1;",
     ]
-    # The second half's codes are read one by one as the first half's are decoded: eight reads are always under way.
+    # The second part's codes are read one by one as the first part's are decoded: eight reads are always under way.
     for i in range(8):
-        ptx += _read_codes(0, i, page_size, page_scale, prefetch)
+        ptx += _read_codes(parts[0], i, page_size, page_scale, prefetch)
     ptx += [
         "shr.u32 place, chunk, 2;",  # column tile within the half
         "and.b32 to, place, 1;",
@@ -129,11 +134,11 @@ def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead
         # threads always store to eight different places modulo 128 bytes.
         "or.b32 chunk, chunk, to;",
     ]
-    for h in range(2):
+    for h in parts:
         for i in range(8):
             ptx += _decode(h, i)
-            if h == 0:
-                ptx += _read_codes(1, i, page_size, page_scale, prefetch)
+            if h == parts[0]:
+                ptx += _read_codes(parts[1], i, page_size, page_scale, prefetch)
         ptx += [
             "fence.proxy.async.shared::cta;",  # wgmma reads through the asynchronous proxy
             f"mbarrier.arrive.shared.b64 _, {barrier_address('$7', buffer, h)};",
@@ -141,14 +146,7 @@ def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead
     if ahead:
         ptx += row_address("next", page_size, page_scale, "$10", "$11")
         ptx += [*fetch_ahead("$0", 512), *fetch_ahead("$1", 16), *fetch_ahead("$2", 128)]
-    ptx += [
-        "setp.lt.u32 first, thread, 16;",
-        "setp.ne.and.b32 first, $9, 0, first;",
-        "xor.b32 numbers, $8, 1;",
-        f"mad.lo.u32 numbers, numbers, {TILE * 4}, $4;",
-        *fetch_numbers("$3", "numbers", "first"),
-        "cp.async.commit_group;",
-    ]
+    ptx += fetch_next("$3", "$4", "$8", "$9")
     return ptx
 
 

@@ -13,6 +13,8 @@ address can let ``cp.async`` itself arrive.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -21,8 +23,35 @@ TILE, LATENT, ROPE = 64, 512, 64
 _CHUNK, _SEGMENT, _SMEM_TILE = 16, 128, 1024  # bytes: of one copy, of a row's part in one tile, of a tile
 _THREADS, _BARRIER_BYTES = 128, 8
 _MOST_PARTS = 4
-PARTS = ((0, 192), (192, 384), (384, 512))
-"""Latent columns whose arrival is signalled together; the rotary columns come with the first part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """In which pieces, and in which order, two buffers are filled.
+
+    Attributes:
+        parts: latent columns whose arrival is signalled together.
+        order: the copies of one turn, each a buffer and its parts. Those that begin a buffer alternate. The rotary columns
+            come with a buffer's first part.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    order: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def begins(self, call: int) -> bool:
+        """Whether a copy is the first of its buffer in a turn."""
+        buffers = [buffer for buffer, _ in self.order]
+        return buffers.index(buffers[call]) == call
+
+    def parts_of(self, buffer: int) -> list[int]:
+        """Parts of a buffer in the order of their arrival."""
+        return [part for owner, parts in self.order if owner == buffer for part in parts]
+
+
+TILES = Schedule(((0, 192), (192, 384), (384, 512)), ((0, (0, 1, 2)), (1, (0, 1, 2))))
+"""One buffer after the other."""
+HALVES = Schedule(((0, 256), (256, 512)), ((0, (0,)), (1, (1,)), (0, (1,)), (1, (0,))))
+"""The halves in the order in which they become free, if warpgroup w reads half w of buffer w first."""
 _RAW = plgpu.RefType()
 _TILED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -44,8 +73,8 @@ def opaque_zero():
     return zero()
 
 
-def create_barriers(barriers_smem, parts: int) -> None:
-    """Create a barrier for each part of two buffers at the start of ``barriers_smem``.
+def create_barriers(barriers_smem) -> None:
+    """Create the barriers of two buffers' parts at the start of ``barriers_smem``.
 
     Every warpgroup must wait for this to be done before it uses one.
     """
@@ -59,7 +88,9 @@ def create_barriers(barriers_smem, parts: int) -> None:
             "and.b32 thread, thread, 127;",
         ]
         ptx += ["setp.eq.u32 first, thread, 0;"]
-        addresses = [barrier_address("$0", buffer, part) for buffer in range(2) for part in range(parts)]
+        addresses = [
+            barrier_address("$0", buffer, part) for buffer in range(2) for part in range(_MOST_PARTS)
+        ]
         ptx += [f"@first mbarrier.init.shared.b64 {address}, {_THREADS};" for address in addresses]
         emit(ptx, mgpu.utils.memref_ptr(barriers))
 
@@ -96,10 +127,10 @@ def fetch_row_numbers(rows_ref, numbers_smem) -> None:
 
 def copy_rows(
     key_refs, next_rows_ref, numbers_smem, latent_smem, rope_smem, barriers_smem, *,
-    buffer: int, slot, has_next, layer_offset, row_limit, page_scale: int, prefetch: int = 128,
-    ahead: bool = True,
+    schedule: Schedule, call: int, slot, has_next, layer_offset, row_limit, page_scale: int,
+    prefetch: int = 128, ahead: bool = True,
 ) -> None:  # fmt: skip
-    """Start the copy of one tile of rows; `wait_rows` waits for it. Buffers have to take turns, 0 first.
+    """Start the copy of parts of one tile of rows; `wait_rows` waits for it.
 
     Args:
         key_refs: one ref, bfloat16 ``[P, T, 576]`` in global memory, T a power of two.
@@ -108,7 +139,8 @@ def copy_rows(
         latent_smem: bfloat16 ``[64, 512]``, tiled by (8, 64) and swizzled by 128 bytes.
         rope_smem: bfloat16 ``[64, 64]``, the same.
         barriers_smem: see `create_barriers`.
-        buffer: 0 or 1, whose barriers signal the arrival.
+        schedule: the schedule, of which every turn makes all calls in their order.
+        call: which of them this is.
         slot: int32 scalar, 0 or 1.
         has_next: int32 scalar, 0 where ``next_rows_ref`` may not be read.
         layer_offset: int32 scalar, the layer's first page.
@@ -123,9 +155,10 @@ def copy_rows(
     @plgpu.inline_mgpu(arg_types=(_RAW, _RAW, _RAW, _TILED, _TILED, _RAW, *[_SCALAR] * 4))
     def copy(_, *operands):
         refs, scalars = operands[:6], operands[6:]
-        emit(["cp.async.wait_group 1;"])  # what was fetched with this buffer's last tile: the row numbers
-        mgpu.warpgroup_barrier()
-        ptx = _copy_ptx(page_size, page_scale, buffer, prefetch, ahead)
+        if schedule.begins(call):
+            emit(["cp.async.wait_group 1;"])  # what was fetched with this buffer's last tile: the row numbers
+            mgpu.warpgroup_barrier()
+        ptx = _copy_ptx(page_size, page_scale, schedule, call, prefetch, ahead)
         emit(ptx, *map(mgpu.utils.memref_ptr, refs), *(x.registers.item() for x in scalars))
 
     copy(
@@ -134,9 +167,13 @@ def copy_rows(
     )  # fmt: skip
 
 
-def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead: bool) -> list[str]:
+def _copy_ptx(
+    page_size: int, page_scale: int, schedule: Schedule, call: int, prefetch: int, ahead: bool
+) -> list[str]:
     """Operands: pages, next rows, numbers, latent, rope, barriers, slot, has_next, layer offset, row limit."""
     row_bytes = (LATENT + ROPE) * 2
+    (buffer, parts), first = schedule.order[call], schedule.begins(call)
+    ahead = ahead and first
     ptx = [
         ".reg .pred first, valid;",
         ".reg .b32 thread, chunk, group, numbers, to, place, tile, page, offset, next;",
@@ -173,9 +210,10 @@ def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead
             f"add.u32 rope{i}, rope{i}, $4;",
         ]
     copy = f"cp.async.cg.shared.global.L2::{prefetch}B"
-    for part, (begin, end) in enumerate(PARTS):
+    for part in parts:
+        begin, end = schedule.parts[part]
         for i in range(4):
-            if part == 0:
+            if first and part == parts[0]:
                 ptx += [f"{copy} [rope{i}], [from{i}+{LATENT * 2}], {_CHUNK}, size{i};"]
             ptx += [
                 f"{copy} [latent{i}+{j * _SMEM_TILE}], [from{i}+{j * _SEGMENT}], {_CHUNK}, size{i};"
@@ -185,15 +223,21 @@ def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead
     if ahead:
         ptx += row_address("next", page_size, page_scale, "$8", "$9")
         ptx += fetch_ahead("$0", row_bytes)
-    ptx += [
+    if first:
+        ptx += fetch_next("$1", "$2", "$6", "$7")
+    return ptx
+
+
+def fetch_next(next_rows: str, numbers: str, slot: str, has_next: str) -> list[str]:
+    """PTX that starts the copy of the next tile's row numbers, if there is one, and closes a group of copies."""
+    return [
         "setp.lt.u32 first, thread, 16;",
-        "setp.ne.and.b32 first, $7, 0, first;",
-        "xor.b32 numbers, $6, 1;",
-        f"mad.lo.u32 numbers, numbers, {TILE * 4}, $2;",
-        *fetch_numbers("$1", "numbers", "first"),
+        f"setp.ne.and.b32 first, {has_next}, 0, first;",
+        f"xor.b32 numbers, {slot}, 1;",
+        f"mad.lo.u32 numbers, numbers, {TILE * 4}, {numbers};",
+        *fetch_numbers(next_rows, "numbers", "first"),
         "cp.async.commit_group;",
     ]
-    return ptx
 
 
 def row_address(row: str, page_size: int, page_scale: int, layer_offset: str, limit: str) -> list[str]:

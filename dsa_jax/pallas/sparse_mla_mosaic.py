@@ -41,8 +41,10 @@ class Config:
         compute_registers: registers of a thread of the compute warpgroups, a multiple of 8.
         prefetch: bytes that the L2 cache fetches around each access of a row: 64, 128 or 256.
         ahead: let the L2 cache fetch a tile's rows while the tile before it in the same buffer is copied.
-        early_scores: the second warpgroup scores its tile before it takes the first one's weights. Frees the first
-            buffer later, but keeps the tensor cores busier.
+        halves: fill and free a buffer by halves of its columns; the second warpgroup takes its own tile first, with the
+            first one's weights scaled to its maxima, so that one half of either buffer is free early.
+        auto_barriers: let Pallas put barriers around every access to shared memory. Without them the maxima are read back
+            after they were published, which keeps the scaling of the outputs behind it.
         copy_registers: the same of the copying warpgroup; at most 504 with two computing ones.
     """
 
@@ -51,11 +53,13 @@ class Config:
     copy_registers: int = 56
     prefetch: int = 128
     ahead: bool = False
-    early_scores: bool = True
+    halves: bool = False
+    auto_barriers: bool = True
 
 
-FP8_CONFIG = Config(compute_registers=208, copy_registers=88)
-"""Decoding takes registers from computing."""
+_DTYPES = {"bf16": ("bfloat16",), "fp8_ds_mla": ("uint8", "float32", "bfloat16")}
+CONFIGS = {"bf16": Config(), "fp8_ds_mla": Config(compute_registers=208, copy_registers=88)}
+"""Defaults of the KEY forms: decoding takes registers from computing."""
 
 
 def supported_on(
@@ -75,8 +79,8 @@ def supported_on(
         raise NotImplementedError(
             f"uses wgmma, which Hopper (compute capability 9.0) alone has, not {device}"
         )
-    if form not in ("bf16", "fp8_ds_mla"):
-        raise NotImplementedError(f"reads the KEY forms bf16 and fp8_ds_mla, not {form}")
+    if form not in _DTYPES:
+        raise NotImplementedError(f"reads the KEY forms {' and '.join(_DTYPES)}, not {form}")
     if (latent_dim, rope_dim) != (LATENT, ROPE):
         raise NotImplementedError(f"takes keys of {LATENT} + {ROPE} entries, not {latent_dim} + {rope_dim}")
     if page_size is not None and page_size & (page_size - 1):
@@ -85,12 +89,13 @@ def supported_on(
 
 def sparse_mla(
     q: Array,
-    pages: Array,
+    keys: tuple[Array, ...],
     rows: Array,
     *,
     page_scale: int,
     layer_offset: int | Array,
     softmax_scale: float,
+    form: str = "bf16",
     config: Config | None = None,
     interpret=None,
 ) -> tuple[Array, Array]:
@@ -98,11 +103,14 @@ def sparse_mla(
 
     Args:
         q: bfloat16 ``[N, h, 576]``; h is padded to a multiple of 64.
-        pages: bfloat16 ``[P, T, 576]``, all layers' pages of the pool.
+        keys: all layers' pages of the pools. ``"bf16"``: bfloat16 ``[P, T, 576]``. ``"fp8_ds_mla"``: uint8
+            ``[P, T, 512]`` e4m3 codes, ``float32[P, T, 4]`` scales, any numbers from 2**-60 to 2**66, and bfloat16
+            ``[P, T, 64]``.
         rows: ``int32[N, K]``, ``slot * T + offset``; -1 is skipped wherever it stands.
         page_scale: pages per slot; a row's page is ``slot * page_scale + layer_offset``.
         layer_offset: the layer's first page, a Python int or an int32 scalar that may be traced.
         softmax_scale: factor on the scores.
+        form: KEY form of ``keys``.
         config: how to cut the work; None chooses by device and shape.
         interpret: `plgpu.InterpretGPUParams` to interpret, None to compile.
 
@@ -113,45 +121,16 @@ def sparse_mla(
     Raises:
         NotImplementedError: for dtypes and widths that the kernel cannot take.
     """
-    if pages.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"takes bfloat16 pages, not {pages.dtype.name}")
-    machine = HOPPER if interpret is None else INTERPRETER
+    wanted = _DTYPES[form]
+    if (found := tuple(array.dtype.name for array in keys)) != wanted:
+        raise NotImplementedError(f"takes {form} keys as {' '.join(wanted)}, not {' '.join(found)}")
+    if form == "bf16":
+        machine = HOPPER if interpret is None else INTERPRETER
+    else:
+        machine = HOPPER_FP8 if interpret is None else INTERPRETER_FP8
     return _launch(
-        q, (pages,), rows, machine, page_scale=page_scale, layer_offset=layer_offset, softmax_scale=softmax_scale,
-        config=config or Config(), interpret=interpret,
-    )  # fmt: skip
-
-
-def sparse_mla_fp8(
-    q: Array,
-    codes: Array,
-    scales: Array,
-    rope: Array,
-    rows: Array,
-    *,
-    page_scale: int,
-    layer_offset: int | Array,
-    softmax_scale: float,
-    config: Config | None = None,
-    interpret=None,
-) -> tuple[Array, Array]:
-    """`sparse_mla` for keys in the 656-byte FP8 form, in its three parts.
-
-    Args:
-        q: bfloat16 ``[N, h, 576]``.
-        codes: uint8 ``[P, T, 512]``, e4m3 codes of the latent.
-        scales: ``float32[P, T, 4]``, one for 128 codes; any number from 2**-60 to 2**66.
-        rope: bfloat16 ``[P, T, 64]``.
-        rows: as in `sparse_mla`, like the other arguments and the results.
-    """
-    if (codes.dtype, scales.dtype, rope.dtype) != (jnp.uint8, jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(
-            f"takes uint8 codes, float32 scales and a bfloat16 rope, not {codes.dtype}, {scales.dtype}, {rope.dtype}"
-        )
-    machine = HOPPER_FP8 if interpret is None else INTERPRETER_FP8
-    return _launch(
-        q, (codes, scales, rope), rows, machine, page_scale=page_scale, layer_offset=layer_offset,
-        softmax_scale=softmax_scale, config=config or FP8_CONFIG, interpret=interpret,
+        q, keys, rows, machine, page_scale=page_scale, layer_offset=layer_offset, softmax_scale=softmax_scale,
+        config=config or CONFIGS[form], interpret=interpret,
     )  # fmt: skip
 
 
@@ -175,9 +154,10 @@ def _launch(q, keys, rows, machine, *, page_scale, layer_offset, softmax_scale, 
     splits = config.splits or choose_splits(tokens * heads // HEADS, pairs, target_device().cores)
     splits = -(-pairs // -(-pairs // min(splits, pairs)))
     partials = jnp.float32 if splits > 1 else q.dtype
+    schedule = machine.halves if config.halves else machine.tiles
     body = partial(
         _body, blocks=heads // HEADS, splits=splits, pairs=pairs, page_scale=page_scale,
-        score_scale=softmax_scale * _LOG2_E, config=config, machine=machine,
+        score_scale=softmax_scale * _LOG2_E, config=config, machine=machine, schedule=schedule,
     )  # fmt: skip
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     out, lse = plgpu.kernel(
@@ -200,14 +180,17 @@ def _launch(q, keys, rows, machine, *, page_scale, layer_offset, softmax_scale, 
             state_smem=plgpu.SMEM((4, HEADS), jnp.float32),
             started=plgpu.Barrier(num_arrivals=3),
             query_ready=plgpu.Barrier(),
-            keys_ready=plgpu.Barrier(num_barriers=2 * len(machine.parts)),
-            keys_free=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            keys_ready=plgpu.Barrier(num_barriers=2 * len(schedule.parts)),
+            keys_free=plgpu.Barrier(num_barriers=4),  # of either buffer, by either warpgroup
             weights_ready=plgpu.Barrier(num_barriers=2),
             exchanged=plgpu.Barrier(num_arrivals=2),
             stored=plgpu.Barrier(num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=not config.auto_barriers,
         ),
         kernel_name="sparse_mla",
         interpret=interpret,
@@ -231,7 +214,7 @@ def _body(
     q_ref, rows_ref, offset_ref, *refs,
     q_smem, latent_smem, rope_smem, weight_smem, number_smem, state_smem,
     started, query_ready, keys_ready, keys_free, weights_ready, exchanged, stored,
-    blocks, splits, pairs, page_scale, score_scale, config, machine,
+    blocks, splits, pairs, page_scale, score_scale, config, machine, schedule,
 ):  # fmt: skip
     *key_refs, out_ref, lse_ref = refs
     block = lax.axis_index("block")
@@ -259,30 +242,32 @@ def _body(
         def rows_of(step, buffer):
             return rows_ref.at[token, pl.ds((first + step) * (2 * TILE) + buffer * TILE, TILE)]
 
-        machine.create_barriers(barriers, len(machine.parts))
+        machine.create_barriers(barriers)
         for buffer in range(2):
             machine.fetch_row_numbers(rows_of(0, buffer), number_smem.at[buffer])
         start()
 
         def pair(step, _):
-            for buffer in range(2):
+            for call, (buffer, parts) in enumerate(schedule.order):
+                readers = parts if config.halves else (0, 1)
 
                 @pl.when(step > 0)
-                def _(buffer=buffer):
-                    plgpu.barrier_wait(keys_free.at[buffer])
+                def _(buffer=buffer, readers=readers):
+                    for reader in readers:
+                        plgpu.barrier_wait(keys_free.at[2 * buffer + reader])
 
                 machine.copy_rows(
                     key_refs, rows_of(jnp.minimum(step + 1, steps - 1), buffer), number_smem.at[buffer],
-                    latent_smem.at[buffer], rope_smem.at[buffer], barriers, barriers=keys_ready, buffer=buffer,
-                    slot=lax.rem(step, jnp.int32(2)), layer_offset=offset, row_limit=limit,
+                    latent_smem.at[buffer], rope_smem.at[buffer], barriers, barriers=keys_ready, schedule=schedule,
+                    call=call, slot=lax.rem(step, jnp.int32(2)), layer_offset=offset, row_limit=limit,
                     page_scale=page_scale, prefetch=config.prefetch, ahead=config.ahead,
                     has_next=(step + 1 < steps).astype(jnp.int32),
                 )  # fmt: skip
             return ()
 
         lax.fori_loop(0, steps, pair, ())
-        for buffer in range(2):
-            plgpu.barrier_wait(keys_free.at[buffer])
+        for barrier in range(4):
+            plgpu.barrier_wait(keys_free.at[barrier])
 
     def compute(own: int):
         other = 1 - own
@@ -298,12 +283,15 @@ def _body(
         start()
         plgpu.barrier_wait(query_ready)
 
-        def accumulate(acc, total, top, new_top, weights, buffer):
-            shrink = jnp.exp2(top - new_top)
-            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-            acc = machine.multiply(acc, (weights, latent_smem.at[buffer + machine.opaque_zero(), :, half]))
-            plgpu.barrier_arrive(keys_free.at[buffer])
-            return acc, total * shrink
+        def values(buffer):
+            """Columns of a tile that this warpgroup accumulates."""
+            return latent_smem.at[buffer + machine.opaque_zero(), :, half]
+
+        def free(buffer):
+            plgpu.barrier_arrive(keys_free.at[2 * buffer + own])
+
+        def scaled(x, factor):
+            return x * lax.broadcast_in_dim(factor, x.shape, [0])
 
         def score_own(step):
             """Scores of this warpgroup's tile, times log2(e), and the row maxima."""
@@ -312,10 +300,11 @@ def _body(
             bias = jnp.where((rows >= 0) & (rows < limit), jnp.float32(0), jnp.float32(-jnp.inf))
             zero = machine.opaque_zero()
             products: list = []
-            for part, (begin, end) in enumerate(machine.parts):
+            for number, part in enumerate(schedule.parts_of(own)):
+                begin, end = schedule.parts[part]
                 columns = pl.ds(begin, end - begin)
                 products.append(partial(machine.wait_rows, barriers, keys_ready, own, part, step))
-                if part == 0:
+                if number == 0:
                     products.append((q_rope, rope_smem.at[own + zero].transpose((1, 0))))
                 key_part = latent_smem.at[own + zero, :, columns].transpose((1, 0))
                 products.append((q_smem.at[zero, :, columns], key_part))
@@ -324,52 +313,64 @@ def _body(
             return score, jnp.max(score, axis=1)
 
         def publish(score, top):
-            """Weights of this warpgroup's tile: to shared memory, and back in registers with their row sums."""
+            """Weights of this warpgroup's tile: to shared memory, and back in registers with row sums and maxima."""
             weight = jnp.exp2(score - lax.broadcast_in_dim(top, score.shape, [0]))
             weights = weight.astype(jnp.bfloat16)
             weight_smem.at[own][...] = weights
             state_smem.at[own][...] = top
             plgpu.commit_smem()
             plgpu.barrier_arrive(weights_ready.at[own])
-            return weights, jnp.sum(weight, axis=1)
+            if not config.auto_barriers:
+                top = plgpu.load(state_smem.at[own], layout=_ROW)
+            return weights, jnp.sum(weight, axis=1), top
 
-        def take_own(step, acc, total, top):
+        def first_pair(step, carry):
+            acc, total, top = carry
             score, tile_top = score_own(step)
-            new_top = jnp.maximum(top, tile_top)
-            weights, tile_total = publish(score, new_top)
-            acc, total = accumulate(acc, total, top, new_top, weights, own)
-            return acc, total + tile_total, new_top
-
-        def take_other(_, acc, total, top):
+            weights, tile_total, own_top = publish(score, jnp.maximum(top, tile_top))
+            shrink = jnp.exp2(top - own_top)
+            acc = machine.multiply(scaled(acc, shrink), (weights, values(own)))
+            free(own)
             plgpu.barrier_wait(weights_ready.at[other])
             new_top = plgpu.load(state_smem.at[other], layout=_ROW)
-            acc, total = accumulate(acc, total, top, new_top, weight_smem.at[other], other)
-            return acc, total, new_top
+            rest = jnp.exp2(own_top - new_top)
+            acc = machine.multiply(scaled(acc, rest), (weight_smem.at[other], values(other)))
+            free(other)
+            return acc, (total * shrink + tile_total) * rest, new_top
 
-        def early_pair(step, carry):
-            """As ``take_other`` and ``take_own``, but with the own scores computed and published first."""
+        def second_pair(step, carry):
             acc, total, top = carry
             score, tile_top = score_own(step)
             plgpu.barrier_wait(weights_ready.at[other])
             other_top = plgpu.load(state_smem.at[other], layout=_ROW)
-            new_top = jnp.maximum(other_top, tile_top)
-            weights, tile_total = publish(score, new_top)
-            acc, total = accumulate(acc, total, top, other_top, weight_smem.at[other], other)
-            acc, total = accumulate(acc, total, other_top, new_top, weights, own)
-            return acc, total + tile_total, new_top
+            weights, tile_total, new_top = publish(score, jnp.maximum(other_top, tile_top))
+            if not config.halves:
+                shrink, rest = jnp.exp2(top - other_top), jnp.exp2(other_top - new_top)
+                acc = machine.multiply(scaled(acc, shrink), (weight_smem.at[other], values(other)))
+                free(other)
+                acc = machine.multiply(scaled(acc, rest), (weights, values(own)))
+                free(own)
+                return acc, total * shrink * rest + tile_total, new_top
+            shrink = jnp.exp2(top - new_top)
 
-        def pair(step, carry):
-            if own == 1 and config.early_scores:
-                return early_pair(step, carry)
-            # Both take the tiles in their order, so that the maxima of one are the other's next.
-            for take in (take_own, take_other) if own == 0 else (take_other, take_own):
-                carry = take(step, *carry)
-            return carry
+            def others():
+                """The first's weights, for this warpgroup's maxima: its own tile comes first, to be free first."""
+                weights = plgpu.load(weight_smem.at[other], layout=_TILED)
+                weights = scaled(weights.astype(jnp.float32), jnp.exp2(other_top - new_top))
+                return weights.astype(jnp.bfloat16), values(other)
+
+            def free_own():
+                machine.finish_products(1)
+                free(own)
+
+            acc = machine.multiply(scaled(acc, shrink), (weights, values(own)), others, free_own)
+            free(other)
+            return acc, total * shrink + tile_total, new_top
 
         zeros = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _ROW)
         floor = plgpu.layout_cast(jnp.full((HEADS,), _FLOOR, jnp.float32), _ROW)
         acc = plgpu.layout_cast(jnp.zeros((HEADS, _HALF), jnp.float32), _TILED)
-        acc, total, top = lax.fori_loop(0, steps, pair, (acc, zeros, floor))
+        acc, total, top = lax.fori_loop(0, steps, (first_pair, second_pair)[own], (acc, zeros, floor))
 
         sums[own][...] = total
         plgpu.barrier_arrive(exchanged)

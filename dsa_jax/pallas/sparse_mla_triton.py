@@ -1,4 +1,4 @@
-"""Sparse MLA on Pallas-Triton: a vector gather of the selected rows feeds two matrix products.
+"""Sparse MLA on Pallas-Triton: a vector gather of the selected rows, decoded in registers, feeds two matrix products.
 
 One program owns a block of heads of one query and a share of its keys; shares of one query ("splits") are merged by a
 second small kernel through their log-sum-exps. A row of -1 is never read: the gather is masked, its score is -inf.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
+import operator
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax.compat import Device, target_device
-from dsa_jax.pallas.triton_call import triton_call
+from dsa_jax.pallas.sparse_mla_forms import blocks
+from dsa_jax.pallas.triton_call import interpret_here, triton_call
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
@@ -37,6 +39,7 @@ class Config:
         num_stages: Triton's software pipelining depth.
         prefetch: load the row numbers of the next step during this one, so that the gather of the keys does not wait
             for them inside Triton's pipeline.
+        piece: columns of a key that are loaded and decoded at a time, a power of two.
     """
 
     block_keys: int = 64
@@ -45,6 +48,7 @@ class Config:
     num_warps: int = 8
     num_stages: int = 3
     prefetch: bool = False
+    piece: int = 512
 
 
 def supported_on(
@@ -64,28 +68,21 @@ def supported_on(
         raise NotImplementedError(f"needs an NVIDIA GPU of compute capability 8.0 or newer, not {device}")
     if device.capability < (8, 0):
         raise NotImplementedError(f"needs compute capability 8.0 or newer, not {device}")
-    check_form(form, latent_dim, rope_dim)
+    blocks(form, latent_dim, rope_dim)
     if page_size is not None and page_size & (page_size - 1):
         raise NotImplementedError(f"page_size is {page_size}; this kernel needs a power of two")
 
 
-def check_form(form: str, latent_dim: int, rope_dim: int) -> None:
-    """Refuse KEY forms and widths that no body here reads."""
-    if form != "bf16":
-        raise NotImplementedError(f"reads the KEY form bf16, not {form}")
-    for name, width in (("latent_dim", latent_dim), ("rope_dim", rope_dim)):
-        if width < 16 or width & (width - 1):
-            raise NotImplementedError(f"{name}={width}: Triton's matrix product takes powers of two from 16")
-
-
 def sparse_mla(
     q: Array,
-    pages: Array,
+    keys: tuple[Array, ...],
     rows: Array,
     *,
     page_scale: int,
     layer_offset: int | Array,
     softmax_scale: float,
+    form: str = "bf16",
+    key_scale: float | Array | None = None,
     latent_dim: int = 512,
     config: Config | None = None,
     interpret: bool | None = None,
@@ -93,14 +90,16 @@ def sparse_mla(
     """``softmax(q k^T * softmax_scale) v`` over selected rows, v being the first ``latent_dim`` entries of k.
 
     Args:
-        q: bfloat16 ``[N, h, latent_dim + rope_dim]``.
-        pages: bfloat16 ``[P, T, latent_dim + rope_dim]``, all layers' pages of the pool.
+        q: ``[N, h, latent_dim + rope_dim]``, bfloat16; float32 with keys in the form f32.
+        keys: all layers' pages of the pools of a KEY form, each ``[P, T, ...]``: codes or values, scales, rotary keys.
         rows: ``int32[N, K]``, ``slot * T + offset``; -1 is skipped wherever it stands.
         page_scale: pages per slot; a row's page is ``slot * page_scale + layer_offset``.
         layer_offset: the layer's first page, a Python int or an int32 scalar that may be traced.
         softmax_scale: factor on the scores.
+        form: KEY form of ``keys``.
+        key_scale: the scale that fp8 and nvfp4 were written with, 1 by default; it may be traced.
         latent_dim: width of the values.
-        config: how to cut the work; None chooses by device and shape.
+        config: how to cut the work; None chooses by device, form and shape.
         interpret: run as XLA operations; None does so on a CPU back end.
 
     Returns:
@@ -111,16 +110,22 @@ def sparse_mla(
         NotImplementedError: for dtypes and widths that Triton cannot take.
     """
     tokens, heads, width = q.shape
-    check_form(pages.dtype.name.replace("bfloat16", "bf16"), latent_dim, width - latent_dim)
-    if q.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"reads bfloat16 queries, not {q.dtype.name}")
+    blocks(form, latent_dim, width - latent_dim)
+    wanted = query_dtype(form)
+    if q.dtype != wanted:
+        raise NotImplementedError(f"reads {wanted.__name__} queries with {form} keys, not {q.dtype.name}")
     if tokens == 0:
         return jnp.zeros((0, heads, latent_dim), q.dtype), jnp.zeros((0, heads), jnp.float32)
-    device = target_device()
-    config = fit(config or default_config(device), tokens, heads, rows.shape[1], device.cores)
+    device, page_size = target_device(), keys[0].shape[1]
+    interpret = interpret_here() if interpret is None else interpret
+    config = fit(config or default_config(device, form), tokens, heads, rows.shape[1], device.cores)
+    latent_blocks, rope_blocks = blocks(form, latent_dim, width - latent_dim, config.piece)
     body = partial(
-        _attend_body, shape=(heads, rows.shape[1], pages.shape[1], latent_dim, width - latent_dim),
-        page_scale=page_scale, score_scale=softmax_scale * _LOG2_E, config=config,
+        _attend_body, shape=(heads, rows.shape[1], page_size), latent_blocks=latent_blocks,
+        rope_blocks=rope_blocks, page_scale=page_scale, score_scale=softmax_scale * _LOG2_E, config=config,
+        # The matrix units of float32 drop 13 bits; three products keep them. The interpreter has exact ones.
+        precision=None if form != "f32" else lax.Precision.HIGHEST if interpret
+        else lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
     )  # fmt: skip
     splits, head_blocks = config.splits, -(-heads // config.block_heads)
     partials = jnp.float32 if splits > 1 else q.dtype
@@ -135,15 +140,35 @@ def sparse_mla(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-    )(q, pages, rows, jnp.asarray(layer_offset, jnp.int32).reshape(1))
+    )(
+        q,
+        *keys,
+        rows,
+        jnp.asarray(layer_offset, jnp.int32).reshape(1),
+        jnp.asarray(1.0 if key_scale is None else key_scale, jnp.float32).reshape(1),
+    )
     if splits == 1:
         return out.reshape(tokens, heads, latent_dim), lse.reshape(tokens, heads)
     return merge(out, lse, q.dtype, interpret=interpret)
 
 
-def default_config(device: Device) -> Config:
-    """Steps of 64 keys where shared memory holds three buffers of them, of 32 keys on Ampere."""
-    if device.capability is not None and device.capability < (9, 0):
+def query_dtype(form: str) -> type:
+    """The dtype of queries that the kernel takes with keys of a form."""
+    return jnp.float32 if form == "f32" else jnp.bfloat16
+
+
+def default_config(device: Device, form: str = "bf16") -> Config:
+    """Steps of 64 keys where shared memory holds three buffers of them, of 32 keys on Ampere.
+
+    Decoding takes registers. Blocks of 64 heads spill on Ampere, and Blackwell's tensor memory has no room for the outputs
+    and the scores of so many in pieces. Float32 takes twice the shared memory, and three products for each.
+    """
+    major = device.capability[0] if device.capability else 9
+    if form == "f32":
+        return Config(block_keys=16, block_heads=32, num_stages=1, piece=64)
+    if form != "bf16":
+        return Config(block_keys=32, block_heads=64 if major == 9 else 32, num_stages=2, piece=128)
+    if major < 9:
         return Config(block_keys=32, num_stages=2)
     return Config()
 
@@ -175,9 +200,10 @@ def fit(config: Config, tokens: int, heads: int, keys: int, cores: int) -> Confi
 
 
 def _attend_body(
-    q_ref, pages_ref, rows_ref, offset_ref, out_ref, lse_ref, *, shape, page_scale, score_scale, config
-):
-    heads, keys, page_size, latent, rope = shape
+    q_ref, *refs, shape, latent_blocks, rope_blocks, page_scale, score_scale, config, precision
+):  # fmt: skip
+    *key_refs, rows_ref, offset_ref, key_scale_ref, out_ref, lse_ref = refs
+    heads, keys, page_size = shape
     block_keys, block_heads, splits = config.block_keys, config.block_heads, config.splits
     head_blocks = -(-heads // block_heads)
     steps = -(-keys // (block_keys * splits))
@@ -188,14 +214,16 @@ def _attend_body(
     split, head_block = rest // head_blocks, rest % head_blocks
 
     layer_offset, page_shift = offset_ref[0], page_size.bit_length() - 1
-    limit = row_limit(pages_ref.shape[0], page_size, page_scale, layer_offset)
+    limit = row_limit(key_refs[0].shape[0], page_size, page_scale, layer_offset)
     head = head_block * block_heads + jnp.arange(block_heads, dtype=jnp.int32)
     has_head = head < heads
     head = head[:, None]
-    latent_column = jnp.arange(latent, dtype=jnp.int32)[None, :]
-    rope_column = latent + jnp.arange(rope, dtype=jnp.int32)[None, :]
-    q_latent = _load_heads(q_ref, token, head, latent_column, has_head)
-    q_rope = _load_heads(q_ref, token, head, rope_column, has_head)
+    values = [part for block in latent_blocks for part in block.parts]
+    parts = values + [part for block in rope_blocks for part in block.parts]
+    queries = [_load_heads(q_ref, token, head, part.columns(), has_head) for part in parts]
+    key_scale = key_scale_ref[0]
+    factor = key_scale * score_scale
+    dot = partial(pltriton.dot, precision=precision)
 
     def load_rows(step):
         position = (split * steps + step) * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
@@ -204,7 +232,7 @@ def _attend_body(
         return pltriton.load(rows_ref.at[token, position])
 
     def step_over_keys(step, carry):
-        top, total, acc, row = carry
+        top, total, accs, row = carry
         if config.prefetch:
             next_row = load_rows(step + 1)
         else:
@@ -213,29 +241,33 @@ def _attend_body(
         row = jnp.where(valid, row, 0)
         page = ((row >> page_shift) * page_scale + layer_offset)[:, None]
         offset = (row & (page_size - 1))[:, None]
-        k_latent = _gather(pages_ref, page, offset, latent_column, valid)
-        k_rope = _gather(pages_ref, page, offset, rope_column, valid)
-        score = pltriton.dot(q_rope, k_rope, trans_b=True) + pltriton.dot(q_latent, k_latent, trans_b=True)
-        score = jnp.where(valid[None, :], score * score_scale, -jnp.inf)
+        read = [block.read(key_refs, page, offset, valid) for block in (*latent_blocks, *rope_blocks)]
+        columns = [matrix for matrices in read for matrix in matrices]
+        products = [dot(q, k, trans_b=True) for q, k in zip(queries[::-1], columns[::-1], strict=True)]
+        score = reduce(operator.add, products)
+        score = jnp.where(valid[None, :], score * factor, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(score, axis=1))
         weight = jnp.exp2(score - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(weight, axis=1)
-        acc = acc * shrink[:, None] + pltriton.dot(weight.astype(k_latent.dtype), k_latent)
-        return new_top, total, acc, next_row
+        weight = weight.astype(columns[0].dtype)
+        accs = tuple(acc * shrink[:, None] + dot(weight, k) for acc, k in zip(accs, columns, strict=False))
+        return new_top, total, accs, next_row
 
     init = (
         jnp.full((block_heads,), _FLOOR, jnp.float32),
         jnp.zeros((block_heads,), jnp.float32),
-        jnp.zeros((block_heads, latent), jnp.float32),
+        tuple(jnp.zeros((block_heads, part.width), jnp.float32) for part in values),
         load_rows(0),
     )
-    top, total, acc, _ = lax.fori_loop(0, steps, step_over_keys, init)
+    top, total, accs, _ = lax.fori_loop(0, steps, step_over_keys, init)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
-    mask = jnp.broadcast_to(has_head[:, None], (block_heads, latent))
-    out = (acc / total[:, None]).astype(out_ref.dtype)
-    pltriton.store(out_ref.at[token, split, head, latent_column], out, mask=mask)
+    scale = (key_scale / total)[:, None]
+    for part, acc in zip(values, accs, strict=True):
+        mask = jnp.broadcast_to(has_head[:, None], acc.shape)
+        out = (acc * scale).astype(out_ref.dtype)
+        pltriton.store(out_ref.at[token, split, head, part.columns()], out, mask=mask)
     lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * _LN_2)
     pltriton.store(lse_ref.at[token, split, head[:, 0]], lse, mask=has_head)
 
@@ -249,11 +281,6 @@ def row_limit(pages: int, page_size: int, page_scale: int, layer_offset: Array) 
 def _load_heads(q_ref, token, head, column, has_head):
     mask = jnp.broadcast_to(has_head[:, None], (head.shape[0], column.shape[1]))
     return pltriton.load(q_ref.at[token, head, column], mask=mask, other=0.0)
-
-
-def _gather(pages_ref, page, offset, column, valid):
-    mask = jnp.broadcast_to(valid[:, None], (valid.shape[0], column.shape[1]))
-    return pltriton.load(pages_ref.at[page, offset, column], mask=mask, other=0.0)
 
 
 def merge(partials: Array, lses: Array, dtype, *, interpret: bool | None = None) -> tuple[Array, Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 
 import jax
@@ -13,9 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from compile_without_gpu import compile_case
+from compile_without_gpu import CARDS, compile_case
 from dsa_jax import compat
 from dsa_jax.compat import Device
+from dsa_jax.forms import KEY_FORMS, key_arrays
 from dsa_jax.pallas import sparse_mla_mosaic, sparse_mla_triton
 
 SCALE, LAYER_OFFSET, SOFTMAX_SCALE = 3, 2, 0.135
@@ -90,14 +90,14 @@ def attend(p: Problem, keys: np.ndarray) -> None:
 def run_triton(p: Problem, *, layer_offset=LAYER_OFFSET, rows=None, **config):
     latent = p.out.shape[-1]
     return sparse_mla_triton.sparse_mla(
-        p.q, p.pages, p.rows if rows is None else rows, page_scale=SCALE, layer_offset=layer_offset,
+        p.q, (p.pages,), p.rows if rows is None else rows, page_scale=SCALE, layer_offset=layer_offset,
         softmax_scale=SOFTMAX_SCALE, latent_dim=latent, config=sparse_mla_triton.Config(**config), interpret=True,
     )  # fmt: skip
 
 
 def run_mosaic(p: Problem, **config):
     return sparse_mla_mosaic.sparse_mla(
-        p.q, p.pages, p.rows, page_scale=SCALE, layer_offset=jnp.int32(LAYER_OFFSET),
+        p.q, (p.pages,), p.rows, page_scale=SCALE, layer_offset=jnp.int32(LAYER_OFFSET),
         softmax_scale=SOFTMAX_SCALE, config=sparse_mla_mosaic.Config(**config), interpret=INTERPRETED,
     )  # fmt: skip
 
@@ -206,26 +206,28 @@ def test_merge_is_a_softmax_over_shares():
 def test_no_queries(kernel):
     q, pages = jnp.zeros((0, 64, 576), jnp.bfloat16), jnp.zeros((2, 64, 576), jnp.bfloat16)
     rows = jnp.zeros((0, 128), jnp.int32)
-    out, lse = kernel.sparse_mla(q, pages, rows, page_scale=1, layer_offset=0, softmax_scale=1.0)
+    out, lse = kernel.sparse_mla(q, (pages,), rows, page_scale=1, layer_offset=0, softmax_scale=1.0)
     assert out.shape == (0, 64, 512)
     assert lse.shape == (0, 64)
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "splits", "early"), [(64, 200, 1, False), (64, 129, 1, True), (8, 140, 2, False)]
+    ("heads", "keys", "splits", "halves"),
+    [(64, 200, 1, False), (64, 129, 1, True), (8, 300, 1, True), (8, 140, 2, False)],
 )
-def test_mosaic_agrees_with_numpy_without_races(heads, keys, splits, early):
+def test_mosaic_agrees_with_numpy_without_races(heads, keys, splits, halves):
     p = problem(2, heads, keys, latent=512, rope=64, page_size=64, seed=keys)
-    result = run_mosaic(p, splits=splits, early_scores=early)
+    result = run_mosaic(p, splits=splits, halves=halves)
     check(p, result)
     assert not races_found()
 
 
-def test_mosaic_reads_the_656_byte_form():
-    p, (codes, scales, rope) = fp8_problem(2, 64, 150)
-    result = sparse_mla_mosaic.sparse_mla_fp8(
-        p.q, codes, scales, rope, p.rows, page_scale=SCALE, layer_offset=LAYER_OFFSET, softmax_scale=SOFTMAX_SCALE,
-        config=sparse_mla_mosaic.Config(splits=1), interpret=INTERPRETED,
+@pytest.mark.parametrize("halves", [False, True])
+def test_mosaic_reads_the_656_byte_form(halves):
+    p, keys = fp8_problem(2, 64, 150)
+    result = sparse_mla_mosaic.sparse_mla(
+        p.q, keys, p.rows, page_scale=SCALE, layer_offset=LAYER_OFFSET, softmax_scale=SOFTMAX_SCALE,
+        form="fp8_ds_mla", config=sparse_mla_mosaic.Config(splits=1, halves=halves), interpret=INTERPRETED,
     )  # fmt: skip
     check(p, result)
     assert not races_found()
@@ -235,11 +237,12 @@ def test_a_planted_race_is_seen(monkeypatch):
     """Keys that are announced before they are written."""
     honest = sparse_mla_mosaic.INTERPRETER
 
-    def announce_too_early(*refs, barriers, buffer, **options):
-        parts = len(honest.parts)
-        for part in range(parts):
-            plgpu.barrier_arrive(barriers.at[buffer * parts + part])
-        honest.copy_rows(*refs, barriers=_NoBarriers(barriers.shape), buffer=buffer, **options)
+    def announce_too_early(*refs, barriers, schedule, call, **options):
+        buffer, parts = schedule.order[call]
+        for part in parts:
+            plgpu.barrier_arrive(barriers.at[buffer * len(schedule.parts) + part])
+        silent = _NoBarriers(barriers.shape)
+        honest.copy_rows(*refs, barriers=silent, schedule=schedule, call=call, **options)
 
     monkeypatch.setattr(plgpu, "barrier_arrive", _skip_marked(plgpu.barrier_arrive))
     dishonest = dataclasses.replace(honest, copy_rows=announce_too_early)
@@ -266,44 +269,13 @@ def _skip_marked(arrive):
     return lambda barrier, **options: None if isinstance(barrier, _NoBarriers) else arrive(barrier, **options)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("kernel", "heads", "splits"),
-    [
-        ("triton", 16, 2),
-        ("triton", 128, 1),
-        ("mosaic", 128, 1),
-        ("mosaic", 8, 3),
-        ("mosaic fp8", 64, 1),
-        ("mosaic fp8", 128, 2),
-    ],
-)
-def test_the_card_agrees_with_numpy_and_with_itself(kernel, heads, splits):
-    """Twenty runs give the same bits."""
-    options = dict(page_scale=SCALE, layer_offset=jnp.int32(LAYER_OFFSET), softmax_scale=SOFTMAX_SCALE)
-    if kernel == "mosaic fp8":
-        p, keys = fp8_problem(5, heads, 600)
-        config = dataclasses.replace(sparse_mla_mosaic.FP8_CONFIG, splits=splits)
-        attend_on = functools.partial(sparse_mla_mosaic.sparse_mla_fp8, config=config, **options)
-    else:
-        p = problem(5, heads, 600, latent=512, rope=64, page_size=64)
-        keys = (p.pages,)
-        module = importlib.import_module(f"dsa_jax.pallas.sparse_mla_{kernel}")
-        attend_on = functools.partial(module.sparse_mla, config=module.Config(splits=splits), **options)
-    run = jax.jit(attend_on)
-    first = run(p.q, *keys, p.rows)
-    check(p, first)
-    for _ in range(19):
-        for a, b in zip(first, run(p.q, *keys, p.rows), strict=True):
-            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-
-
 @pytest.mark.parametrize(
     ("kernel", "device", "options", "reason"),
     [
         (sparse_mla_triton, CPU, {}, "NVIDIA GPU"),
         (sparse_mla_triton, Device("gpu", "NVIDIA V100", (7, 0), 80), {}, "8.0"),
-        (sparse_mla_triton, H200, dict(form="f32"), "bf16"),
+        (sparse_mla_triton, H200, dict(form="fp4"), "KEY form fp4"),
+        (sparse_mla_triton, H200, dict(form="nvfp4", rope_dim=16), "from 32 with nvfp4"),
         (sparse_mla_triton, H200, dict(latent_dim=48), "powers of two"),
         (sparse_mla_triton, H200, dict(page_size=48), "power of two"),
         (sparse_mla_mosaic, CPU, {}, "9.0"),
@@ -318,12 +290,14 @@ def test_refusals_name_their_reason(kernel, device, options, reason):
         kernel.supported_on(device, **options)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "devices"), [(sparse_mla_triton, (A100, H200, B200)), (sparse_mla_mosaic, (H200,))]
-)
-def test_claimed_devices(kernel, devices):
-    for device in devices:
-        kernel.supported_on(device, form="bf16", latent_dim=512, rope_dim=64, page_size=64)
+@pytest.mark.parametrize("form", KEY_FORMS)
+def test_claimed_devices(form):
+    """Every form has a kernel on every card."""
+    widths: dict = dict(form=form, latent_dim=512, rope_dim=64, page_size=64)
+    for device in (A100, H200, B200):
+        sparse_mla_triton.supported_on(device, **widths)
+    if form in ("bf16", "fp8_ds_mla"):
+        sparse_mla_mosaic.supported_on(H200, **widths)
 
 
 def test_splits_fill_the_cores_and_no_more():
@@ -338,25 +312,25 @@ def test_splits_fill_the_cores_and_no_more():
     assert sparse_mla_mosaic.choose_splits(64, 16, 132) == 2
 
 
-def compiled_case(*, kernel, tokens=64, heads=128, keys=2048, pages=4096, form="bf16"):
+def compiled_case(*, kernel, tokens=64, heads=128, keys=2048, pages=4096, form="bf16", config=None):
     """For `compile_without_gpu`: a kernel with its shapes, refused where its `supported_on` says so."""
     module = importlib.import_module(f"dsa_jax.pallas.sparse_mla_{kernel}")
 
-    widths = {
-        "bf16": [(576, jnp.bfloat16)],
-        "fp8_ds_mla": [(512, jnp.uint8), (4, jnp.float32), (64, jnp.bfloat16)],
-    }
-    attend = module.sparse_mla if form == "bf16" else module.sparse_mla_fp8
-
-    def run(q, rows, offset, *keys_of):
+    def run(q, rows, offset, *arrays):
         module.supported_on(compat.target_device(), form=form)
-        return attend(q, *keys_of, rows, page_scale=SCALE, layer_offset=offset, softmax_scale=SOFTMAX_SCALE)
+        place: dict = dict(page_scale=SCALE, layer_offset=offset, softmax_scale=SOFTMAX_SCALE, form=form)
+        if config:
+            place |= dict(config=module.Config(**config))
+        return module.sparse_mla(q, arrays, rows, **place)
 
     return run, [
-        jax.ShapeDtypeStruct((tokens, heads, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, heads, 576), jnp.float32 if form == "f32" else jnp.bfloat16),
         jax.ShapeDtypeStruct((tokens, keys), jnp.int32),
         jax.ShapeDtypeStruct((), jnp.int32),
-        *[jax.ShapeDtypeStruct((pages, 64, width), dtype) for width, dtype in widths[form]],
+        *[
+            jax.ShapeDtypeStruct((pages, 64, *array.shape), jnp.dtype(array.dtype))
+            for array in key_arrays(form, 512, 64)
+        ],
     ]
 
 
@@ -374,9 +348,12 @@ CASE = "contracts.test_sparse_mla_kernels:compiled_case"
         ("sm90", "triton", dict(heads=64, pages=131072)),  # more than 4 GiB: 64-bit addresses
         ("sm100", "triton", dict(heads=128)),
         ("sm100", "triton", dict(heads=16)),
+        *[(card, "triton", dict(heads=128, form=form)) for form in KEY_FORMS[1:] for card in CARDS],
+        *[(card, "triton", dict(heads=16, form=form)) for form in KEY_FORMS[1:] for card in CARDS],
         ("sm90", "mosaic", dict(heads=128)),
         ("sm90", "mosaic", dict(heads=16, tokens=1, keys=1000)),
         ("sm90", "mosaic", dict(heads=128, form="fp8_ds_mla")),
+        ("sm90", "mosaic", dict(heads=128, config=dict(halves=True, auto_barriers=False, ahead=True))),
     ],
 )
 def test_claimed_cards_compile(compile_environment, card, kernel, options):

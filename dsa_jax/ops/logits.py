@@ -12,8 +12,7 @@ from dsa_jax.forms import QUANT_BLOCK_SIZE
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
-from dsa_jax.ops.append import check_layer
-from dsa_jax.ops.checks import Problems
+from dsa_jax.ops.checks import Problems, check_cache, check_layer, check_step
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
 from dsa_jax.quant import Query
 
@@ -88,14 +87,17 @@ def mqa_logits(
     Raises:
         ValueError: for shapes or dtypes that do not belong together.
     """
-    keys, scale = k if isinstance(k, tuple) else (k, None)
     problems = Problems("mqa_logits")
-    form = "f32" if scale is None else "fp4" if scale.dtype == jnp.int32 else "fp8"
+    if isinstance(k, tuple) and len(k) != 2:
+        problems.note(f"k is a tuple of {len(k)}, wanted floats or the pair (codes, scale)")
+        problems.raise_if_any("Pass the keys as gather_index_k returns them.")
+    keys, scale = k if isinstance(k, tuple) else (k, None)
+    form = "f32" if scale is None else "fp4" if getattr(scale, "dtype", None) == jnp.int32 else "fp8"
     rows, heads, width = _check_form(problems, q, form, None, QUANT_BLOCK_SIZE if form == "fp4" else None)
     problems.shape("k", keys, (None, width), "keys, D/2" if form == "fp4" else "keys, D")
     problems.dtype("k", keys, ("float",) if form == "f32" else _CODES[form])
     if scale is not None:
-        problems.shape("scale of k", scale, (keys.shape[0],), "keys")
+        problems.shape("scale of k", scale, (keys.shape[0] if getattr(keys, "ndim", 0) else None,), "keys")
         problems.dtype("scale of k", scale, ("float32", "int32"))
     problems.shape("weights", weights, (rows, heads), "S, H")
     problems.dtype("weights", weights, ("float",))
@@ -114,6 +116,8 @@ def mqa_logits(
 
 def check_query(operation: str, q: Query, weights: Array, cache: Cache, layer, step: Step) -> Query:
     """Check the arguments of a paged scoring op; returns the query with float8 viewed as codes."""
+    check_cache(operation, cache)
+    check_step(operation, step)
     problems = Problems(operation)
     tokens, layout = step.bucket.tokens, cache.layout
     _, heads, _ = _check_form(problems, q, layout.index_form, tokens, layout.index_head_dim)
@@ -121,7 +125,7 @@ def check_query(operation: str, q: Query, weights: Array, cache: Cache, layer, s
     problems.dtype("weights", weights, ("float",))
     problems.same_layout(cache, step)
     problems.raise_if_any("Query and key share one form: quantise the query as the cache's index_form says.")
-    check_layer(cache, layer, Role.INDEX_KEY)
+    check_layer(operation, cache, layer, Role.INDEX_KEY)
     return as_codes(q)
 
 
@@ -143,7 +147,7 @@ _CODES = {"fp8": ("uint8", "float8_e4m3fn"), "fp4": ("uint8",)}
 def _check_form(problems: Problems, q: Query, form: str, tokens: int | None, width: int | None):
     """Note a query that is not in the keys' form; returns its rows, heads and width of the data, None where unknown."""
     pair = isinstance(q, tuple) and len(q) == 2
-    data, scale = q if pair else (q[0] if isinstance(q, tuple) else q, None)
+    data, scale = q if pair else (q[0] if isinstance(q, tuple) and q else q, None)
     if pair != (form == "fp4") or isinstance(q, tuple) != pair:
         came = f"a tuple of {len(q)}" if isinstance(q, tuple) else "one array"
         wanted = "the pair (packed codes, int32 scales)" if form == "fp4" else "one array"
@@ -153,7 +157,7 @@ def _check_form(problems: Problems, q: Query, form: str, tokens: int | None, wid
         letters, wanted = "N, H, D/2", None if width is None else width // 2
     problems.shape("q", data, (tokens, None, wanted), letters)
     problems.dtype(f"q (keys are {form})", data, ("float",) if form == "f32" else _CODES[form])
-    rows, heads, width = data.shape if data.ndim == 3 else (tokens, None, width)
+    rows, heads, width = data.shape if getattr(data, "ndim", None) == 3 else (tokens, None, width)
     if form == "fp4" and scale is not None:
         problems.shape("scales of q", scale, (rows, heads), "N, H")
         problems.dtype("scales of q", scale, ("int32",))

@@ -27,10 +27,14 @@ MOST_DROP = 11
 """Greatest difference of two exponents in one vector that the codes can carry."""
 SHIFT = 6
 """Codes are those of the values times 2**SHIFT: 6 becomes 384, near e4m3's greatest, 448."""
-LEAST, GREATEST = 64, 190
-"""Scale bytes between which products of scales, weights and sums stay inside float32."""
+LEAST, GREATEST = SHIFT + 1, 254
+"""Greatest scale bytes of a key between which its scale is a normal float32; 255 means NaN."""
+LEAST_QUERY, GREATEST_QUERY = 64, 190
+"""The same of a query, whose scale meets its weight before anything else: no product overflows on the way."""
 WORDS = 16
 """Words of a vector."""
+ONES = 0x7F7F7F7F
+"""Scale bytes that all mean 1."""
 _SIGNS = np.uint32(0x80808080)
 
 Permute = Callable[[Any, Any, Any], Any]
@@ -84,15 +88,16 @@ def spread(scales: Any) -> tuple[Any, Any]:
     return top, top * 0x01010101 - scales
 
 
-def doubts(top: Any, drop: Any) -> tuple[Any, Any]:
-    """Bits that say, or-ed together over any number of vectors, whether codes can carry all of them: see `doubtful`."""
-    # 15 - MOST_DROP more than a distance passes 15 exactly where the distance passes MOST_DROP; a sign where top is outside.
-    return drop | (drop + (15 - MOST_DROP) * 0x01010101), (top - LEAST) | (GREATEST - top)
+def doubts(top: Array, drop: Array, distances: Array, tops: Array) -> tuple[Array, Array]:
+    """Add a vector to what `doubtful` judges, ``int32`` and ``uint32``, both 0 at first."""
+    # 15 - MOST_DROP more than a distance passes 15 exactly where the distance passes MOST_DROP. A top below LEAST wraps.
+    height = lax.bitcast_convert_type(top - LEAST, jnp.uint32)
+    return distances | drop | (drop + (15 - MOST_DROP) * 0x01010101), jnp.maximum(tops, height)
 
 
-def doubtful(distances: Any, tops: Any) -> Any:
-    """Whether a vector behind these bits is beyond what codes can carry, bool."""
-    return ((distances & -0x0F0F0F10) != 0) | (tops < 0)
+def doubtful(distances: Array, tops: Array) -> Array:
+    """Whether one of the vectors behind these is beyond what codes and a float32 scale can carry, bool."""
+    return ((distances & -0x0F0F0F10) != 0) | (tops > GREATEST - LEAST)
 
 
 def power(byte: Array) -> Array:
@@ -122,7 +127,13 @@ def query_codes(packed: Array, scales: Array, weights: Array) -> tuple[Array, Ar
         kernel adds x and |x|), then the power of each group; ``int32[R, 1]``, 1 for requests that do not fit.
     """
     top, drop = spread(scales)
-    fits = jnp.logical_not(jnp.any(doubtful(*doubts(top, drop)), axis=(1, 2), keepdims=True))
+    none = jnp.zeros_like(drop)
+    misfit = (
+        doubtful(*doubts(top, drop, none, none.astype(jnp.uint32)))
+        | (top < LEAST_QUERY)
+        | (top > GREATEST_QUERY)
+    )
+    fits = jnp.logical_not(jnp.any(misfit, axis=(1, 2), keepdims=True))
     bytes_of = lambda word: jnp.stack([scale_bytes(word, g) for g in range(GROUPS)], axis=-1)
     lower = jnp.where(fits[..., None], bytes_of(drop), 0)
     codes = unpack_nibbles(packed).astype(jnp.int32).reshape(*scales.shape, GROUPS, -1)

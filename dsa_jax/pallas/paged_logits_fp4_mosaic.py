@@ -16,23 +16,54 @@ from jax import Array
 
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_fp4_steps as steps
-from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig
+from dsa_jax.pallas.paged_logits_config import HEAD_DIM, SHARED_MEMORY, PagedLogitsConfig
 from dsa_jax.pallas.paged_logits_fp4_codes import query_codes
 from dsa_jax.pallas.paged_logits_fp4_kernel import PagedLogitsFp4Kernel
 from dsa_jax.pallas.paged_logits_mosaic import supported_on
-from dsa_jax.pallas.paged_logits_plan import work_plan
+from dsa_jax.pallas.paged_logits_plan import TILE, work_plan
+from dsa_jax.quant.fp4 import GROUPS
 
-__all__ = ["PagedLogitsConfig", "decode_plan", "default_config", "paged_logits_decode", "supported_on"]
+__all__ = ["PagedLogitsFp4Config", "decode_plan", "default_config", "paged_logits_decode", "supported_on"]
 
 
-def default_config(*, heads: int, new_tokens: int) -> PagedLogitsConfig:
-    """The schedule for a shape."""
+TILES_IN_FLIGHT = 16
+"""Tiles in the stages of a block: as many bytes as the kernel of FP8 keys has in flight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLogitsFp4Config(PagedLogitsConfig):
+    """Schedule of the kernel. It never changes the result, not even the rounding.
+
+    Attributes:
+        together: tiles of one stage, taken by one warpgroup, which expands one while it multiplies another.
+    """
+
+    together: int = 1
+
+
+def default_config(*, heads: int, new_tokens: int) -> PagedLogitsFp4Config:
+    """The schedule for a shape, except for its stages."""
     columns = heads * new_tokens
+    if columns <= 32:
+        return PagedLogitsFp4Config(compute_warpgroups=4, registers=(112, 32))
     if columns <= 64:
-        return PagedLogitsConfig(compute_warpgroups=4, stages=16)
+        return PagedLogitsFp4Config(compute_warpgroups=3)
     if columns <= 128:
-        return PagedLogitsConfig(compute_warpgroups=3, stages=15)
-    return PagedLogitsConfig(compute_warpgroups=2, stages=16, registers=(224, 56), product_columns=128)
+        return PagedLogitsFp4Config(compute_warpgroups=3, registers=(152, 40))
+    return PagedLogitsFp4Config(compute_warpgroups=2, registers=(224, 56), product_columns=128)
+
+
+def stages_for(rows: int, config: PagedLogitsFp4Config) -> int:
+    """Stages of a block: what keeps memory busy, as far as it fits beside the stages for exceptions.
+
+    Args:
+        rows: new tokens x heads of a request.
+        config: schedule, for the rest of it.
+    """
+    fixed = config.query_buffers * rows * (HEAD_DIM + 4 * (1 + GROUPS)) + 4096
+    stage = config.together * TILE * (HEAD_DIM // 2 + 4) + 16
+    room, consumers = (SHARED_MEMORY // config.blocks_per_core - fixed) // stage, config.compute_warpgroups
+    return max(consumers, min(TILES_IN_FLIGHT // config.together, room - consumers) // consumers * consumers)
 
 
 def paged_logits_decode(
@@ -46,7 +77,7 @@ def paged_logits_decode(
     page_scale: int,
     layer_offset: int | Array,
     plan: Array | None = None,
-    config: PagedLogitsConfig | None = None,
+    config: PagedLogitsFp4Config | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -66,13 +97,15 @@ def paged_logits_decode(
     requests, n, heads, _ = packed.shape
     page_size = keys.shape[1]
     config = config or default_config(heads=heads, new_tokens=n)
+    if config.stages is None:
+        config = dataclasses.replace(config, stages=stages_for(n * heads, config))
     if plan is None:
         plan = decode_plan(page_table, limits, heads=heads, page_size=page_size, config=config, blocks=blocks)
     problem = PagedLogitsFp4Kernel.create(
         n, heads, page_table, page_size, page_scale, plan, requests, config, interpret
     )
-    if interpret:
-        problem = dataclasses.replace(problem, steps=steps.interpreted())
+    own = steps.interpreted() if interpret else steps.on_card()
+    problem = dataclasses.replace(problem, steps=own, together=config.together)
     e4m3, factors, misfits = query_codes(packed, powers, weights)
     return problem.call(
         plan,
@@ -95,7 +128,7 @@ def decode_plan(
     *,
     heads: int,
     page_size: int,
-    config: PagedLogitsConfig | None = None,
+    config: PagedLogitsFp4Config | None = None,
     blocks: int | None = None,
 ) -> Array:
     """The work plan of a decode step, for all layers at once; arguments as in `paged_logits_decode`."""

@@ -39,7 +39,8 @@ class Steps:
     Attributes:
         load: ``(ref of a tile's words) -> int32[64, 16]``.
         expand: ``(words, drop int32[64] or None for zeros) -> codes``, the first factor of a product.
-        multiply: ``(codes, ref of queries [columns, 128]) -> float32[64, columns]``.
+        multiply: ``(functions that expand, ref of queries [columns, 128]) -> float32[64, columns]`` of each; one expands
+            while the product of the one before runs.
         any_of: ``int32[64] -> int32``, 1 if one of them is not 0, the same for all threads.
     """
 
@@ -51,7 +52,9 @@ class Steps:
 
 def on_card() -> Steps:
     """The steps as instructions of Hopper."""
-    return Steps(_load, _expand, _multiply, _any_of)
+    load: Any = _load  # inline code takes the launch context as one argument more than its callers give
+    any_of: Any = _any_of
+    return Steps(load, _expand, _multiply, any_of)
 
 
 def interpreted() -> Steps:
@@ -69,8 +72,9 @@ def interpreted() -> Steps:
         codes = lax.bitcast_convert_type(jnp.stack(halves, axis=1), jnp.uint8)
         return quant.decode_e4m3(codes.reshape(TILE, HEAD_DIM))
 
-    def multiply(codes, queries):
-        return jnp.dot(codes, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+    def multiply(expand, queries):
+        second = queries[...].astype(jnp.float32).T
+        return [jnp.dot(codes(), second, precision=lax.Precision.HIGHEST) for codes in expand]
 
     return Steps(load, expand_words, multiply, lambda x: jnp.any(x != 0).astype(jnp.int32))
 
@@ -132,12 +136,14 @@ def _expand(words, drop):
     return run(words, *distances)
 
 
-def _multiply(codes, queries):
-    def product(accumulator):
-        plgpu.wgmma(accumulator, codes, queries.transpose((1, 0)))
-        return accumulator[...]
+def _multiply(expand, queries):
+    def product(*accumulators):
+        for accumulator, codes in zip(accumulators, expand, strict=True):
+            plgpu.wgmma(accumulator, codes(), queries.transpose((1, 0)))
+        later = range(len(accumulators) - 1, -1, -1)
+        return [plgpu.wgmma_accumulator_load(a, wait_n=n) for a, n in zip(accumulators, later, strict=True)]
 
-    return pl.run_scoped(product, plgpu.ACC((TILE, queries.shape[0]), jnp.float32))
+    return pl.run_scoped(product, *(plgpu.ACC((TILE, queries.shape[0]), jnp.float32) for _ in expand))
 
 
 @plgpu.inline_mgpu(

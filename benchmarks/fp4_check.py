@@ -1,0 +1,302 @@
+"""Check and time paged scores of FP4 keys: ``python -m benchmarks.fp4_check [--sweep] [--json FILE]``.
+
+Every schedule is compared with a float32 reference on decoded values, ragged requests, exceptional scales and all, then
+timed in one profile; the kernel of FP8 keys is timed on the same shape in the same run. A kernel's time is without the work
+plan, which is made once per step, and without the re-expression of the queries, which `total` has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from benchmarks.paged_logits import HEAD_DIM, Problem, difference
+from benchmarks.paged_logits import inputs as fp8_inputs
+from benchmarks.timing import device_times, kernel_times
+from dsa_jax import quant
+from dsa_jax.pallas import paged_logits_fp4_mosaic as mosaic
+from dsa_jax.pallas import paged_logits_mosaic as fp8
+from dsa_jax.pallas import paged_logits_triton as triton
+from dsa_jax.pallas.paged_logits_fp4_mosaic import PagedLogitsFp4Config as Config
+
+BOUND = 5e-6
+KERNEL, FP8_KERNEL, TRITON_KERNEL = "paged_mqa_logits_fp4", "paged_mqa_logits", "paged_mqa_logits_triton"
+
+BIG, WIDE, LONG, ONE = (64, 32768), (128, 4096), (4, 131072), (1, 65536)
+TIMED = [
+    Problem(*BIG, heads=64),
+    Problem(*BIG, heads=32),
+    Problem(*WIDE),
+    Problem(*LONG),
+    Problem(*ONE),
+    Problem(*BIG, heads=32, new_tokens=2),
+    Problem(*BIG, new_tokens=2),
+    Problem(*BIG, new_tokens=4),
+]
+"""Problems in order of importance."""
+SWEEP = [
+    Config(compute_warpgroups=4, registers=(112, 32)),
+    Config(compute_warpgroups=3),
+    Config(compute_warpgroups=3, registers=(152, 40), together=2),
+    Config(compute_warpgroups=2, together=2),
+]
+CHECKED = [
+    Problem(16, 4096, ragged=True),
+    Problem(16, 4096, new_tokens=2, heads=32, page_size=32, ragged=True),
+    Problem(16, 4096, new_tokens=3, page_size=128, ragged=True),
+    Problem(16, 2048, new_tokens=8, ragged=True),
+]
+"""Ragged requests; some of their keys and one request's queries are beyond what e4m3 codes can carry."""
+
+
+def pages_of(problem: Problem) -> int:
+    """Pages of the pool: always 4 Mi tokens or more, several times the L2 cache."""
+    return max((4 << 20) // problem.page_size, problem.requests * problem.width)
+
+
+@functools.cache
+def pool(pages: int, page_size: int) -> tuple[Array, Array]:
+    """Packed codes ``uint8[P, T, 64]`` and scales ``int32[P, T]`` of quantised normal keys."""
+
+    @jax.jit
+    def make():
+        def part(i):
+            return quant.quantize_fp4(
+                jax.random.normal(jax.random.key(i), (pages // 64, page_size, HEAD_DIM))
+            )
+
+        codes, scales = lax.map(part, jnp.arange(64))
+        return codes.reshape(pages, page_size, -1), scales.reshape(pages, page_size)
+
+    return make()
+
+
+def inputs(problem: Problem, seed: int = 0) -> tuple[tuple[Array, ...], list[Array]]:
+    """``(codes, powers, weights, keys, scales, limits)`` and one page table per set; ragged ones as in `paged_logits`."""
+    rng = np.random.default_rng(seed)
+    r, n, h, t, pages = (
+        problem.requests,
+        problem.new_tokens,
+        problem.heads,
+        problem.page_size,
+        pages_of(problem),
+    )
+    codes, powers = quant.quantize_fp4(jnp.asarray(rng.normal(size=(r, n, h, HEAD_DIM)), jnp.float32))
+    weights = rng.normal(size=(r, n, h)).astype(np.float32)
+    keys, scales = pool(pages, t)
+    lengths = np.full(r, problem.context)
+    if problem.ragged:
+        special = [0, 1, 63, 64, 65, 255, 256, 257, 2047, 2048, 2049, problem.context]
+        lengths = rng.integers(0, problem.context + 1, r)
+        lengths[: len(special)] = np.minimum(special, problem.context)[:r]
+    limits = np.maximum(lengths[:, None] - np.arange(n)[::-1], 0).astype(np.int32)
+    sets = pages // (r * problem.width)
+    tables = rng.permutation(pages)[: sets * r * problem.width].reshape(sets, r, -1).astype(np.int32)
+    if problem.ragged:
+        used = np.arange(problem.width)[None, :] * t < lengths[:, None]
+        tables = np.where(used, tables[:1], np.where(rng.random(used.shape) < 0.5, -1, 1 << 28))
+        visible = np.zeros((pages, t), bool)
+        place = np.arange(problem.context).reshape(1, problem.width, t) < lengths[:, None, None]
+        visible[tables[0][used]] = place[used]
+        far = jnp.asarray(rng.random((pages, t)) < 0.003)
+        wild = jnp.asarray(rng.integers(0x60, 0xA0, (pages, t, 4)), jnp.uint8)
+        scales = jnp.where(far, lax.bitcast_convert_type(wild, jnp.int32), scales)
+        scales = jnp.where(jnp.asarray(visible), scales, -1)
+        keys = jnp.where(jnp.asarray(visible)[:, :, None], keys, jnp.uint8(0x77))
+        powers = powers.at[11, 0, 3].set(0x7F7F7F50)
+    arrays = (codes, powers, jnp.asarray(weights), keys, scales, jnp.asarray(limits))
+    return arrays, [jnp.asarray(table) for table in tables]
+
+
+@jax.jit
+def reference(codes, powers, weights, keys, scales, table, limits) -> Array:
+    """Scores in float32, one request at a time: ``float32[R, n, W * T]``, -inf at and beyond the limits."""
+
+    def of_request(args):
+        codes, powers, weights, pages, limits = args
+        columns = jnp.arange(pages.shape[0] * keys.shape[1])
+        used = jnp.arange(pages.shape[0]) * keys.shape[1] < jnp.max(limits)
+        safe = jnp.where(used, pages, 0)
+        k = quant.dequantize_fp4(keys[safe], scales[safe]).reshape(-1, HEAD_DIM)
+        dots = jnp.einsum("nhd,sd->nhs", quant.dequantize_fp4(codes, powers), k, precision="highest")
+        total = jnp.einsum("nhs,nh->ns", jnp.maximum(dots, 0), weights, precision="highest")
+        return jnp.where(columns[None] < limits[:, None], total, -jnp.inf)
+
+    return lax.map(of_request, (codes, powers, weights, table, limits))
+
+
+def build(problem: Problem, config: Config | None, kernel: str = "mosaic") -> dict[str, Any]:
+    """Compile a kernel with a given plan, and the plan."""
+    shape, page_size, pages = jax.ShapeDtypeStruct, problem.page_size, pages_of(problem)
+    rows = (problem.requests, problem.new_tokens, problem.heads)
+    facts = [shape((problem.requests, problem.width), "int32"), shape(rows[:2], "int32")]
+    module: Any = {"fp8": fp8, "mosaic": mosaic, "triton": triton}[kernel]
+    if kernel == "fp8":
+        pages = problem.pages
+        q, stored = shape((*rows, HEAD_DIM), "uint8"), [shape((pages, page_size, HEAD_DIM), "uint8")]
+        stored.append(shape((pages, page_size), "float32"))
+    else:
+        q = (shape((*rows, HEAD_DIM // 2), "uint8"), shape(rows, "int32"))
+        stored = [shape((pages, page_size, HEAD_DIM // 2), "uint8"), shape((pages, page_size), "int32")]
+    run = functools.partial(module.paged_logits_decode, page_scale=1, layer_offset=0, config=config)
+    arguments = [q, shape(rows, "float32"), *stored, *facts]
+    if kernel == "triton":
+        return {"run": jax.jit(run).lower(*arguments).compile()}
+    plan = functools.partial(module.decode_plan, page_size=page_size, heads=problem.heads, config=config)
+    return {
+        "plan": jax.jit(plan).lower(*facts).compile(),
+        "run": jax.jit(run).lower(*arguments, plan=jax.eval_shape(plan, *facts)).compile(),
+    }
+
+
+def check(problem: Problem, built: dict[str, Any]) -> dict:
+    """Compare one call with the reference."""
+    (codes, powers, weights, keys, scales, limits), tables = inputs(problem)
+    options = {"plan": built["plan"](tables[0], limits)} if "plan" in built else {}
+    got = built["run"]((codes, powers), weights, keys, scales, tables[0], limits, **options)
+    # Where scales are far apart a score can be huge: each row counts for itself.
+    want = reference(codes, powers, weights, keys, scales, tables[0], limits).reshape(got.shape)
+    size = jnp.max(jnp.where(jnp.isfinite(want), jnp.abs(want), 0), axis=1, keepdims=True)
+    diff, misplaced = difference(got / jnp.maximum(size, 1e-30), want / jnp.maximum(size, 1e-30))
+    return {"diff": float(diff), "misplaced": int(misplaced), "nan": int(jnp.isnan(got).sum())}
+
+
+def time_problem(problem: Problem, runs: list[tuple[str, Config | None, Future]], rounds: int) -> list[dict]:
+    """Check and time the kernels of one problem."""
+    (codes, powers, weights, keys, scales, limits), tables = inputs(problem)
+    want = reference(codes, powers, weights, keys, scales, tables[0], limits)
+    rows, calls = [], []
+    for kernel, config, future in runs:
+        row: dict = {
+            "problem": problem.name,
+            "kernel": kernel,
+            "config": config and dataclasses.asdict(config),
+        }
+        rows.append(row)
+        try:
+            programs = future.result()
+            arrays, places = ((codes, powers), weights, keys, scales), tables
+            if kernel == "fp8":
+                (*arrays, _), places = fp8_inputs(problem)
+            plans = [programs["plan"](table, limits) for table in places] if "plan" in programs else None
+            run = functools.partial(_run, programs["run"], tuple(arrays), places, limits, plans)
+            first = jax.block_until_ready(run(1))
+            if kernel != "fp8":
+                diff, misplaced = difference(first, want)
+                row |= {"diff": float(diff), "misplaced": int(misplaced)}
+            calls.append((row, run, len(places)))
+        except Exception as error:  # one bad schedule must not cost the others their turn
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    for name, kernels in ((FP8_KERNEL, ("fp8",)), (TRITON_KERNEL, ("triton",)), (KERNEL, ("mosaic",))):
+        mine = [call for call in calls if call[0]["kernel"] in kernels]
+        launches = [functools.partial(run, max(1, rounds // sets) * sets) for _, run, sets in mine]
+        for (row, _, _), times in zip(mine, kernel_times(launches, name) if mine else [], strict=True):
+            row["us"] = statistics.median(times)
+    base = next((row["us"] for row in rows if row["kernel"] == "fp8" and "us" in row), None)
+    for row in rows:
+        if "us" in row and base:
+            row["ratio"] = row["us"] / base
+    for row, run, _ in calls:
+        if row["kernel"] == "mosaic":
+            row["total"] = device_times(lambda run=run: run(1), [()] * 4).get("total")
+            break
+    for row in rows:
+        print(line(row), flush=True)
+    return rows
+
+
+def _run(program, arrays, tables, limits, plans, count: int):
+    """Queue some calls, going through the page tables."""
+    for i in range(count):
+        j = i % len(tables)
+        options = {"plan": plans[j]} if plans else {}
+        out = program(*arrays, tables[j], limits, **options)
+    return out
+
+
+def line(row: dict) -> str:
+    """One line of the table."""
+    c = row["config"] or {}
+    name = f"{row['problem']:17} {row['kernel']:7}"
+    if c:
+        name += f" wg{c['compute_warpgroups']} st{c['stages'] or '-'} b{c['blocks_per_core']} {c['registers'] or '-'}"
+        name += f" x{c['together']}" + (" f" if c["fence"] else " -")
+    if "error" in row:
+        return f"{name} {row['error']}"
+    good = ""
+    if "diff" in row:
+        good = "ok" if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['misplaced']}"
+        good += f" {row['diff']:.1e}"
+    result = f"{name} {good} {row.get('us', float('nan')):7.2f} us"
+    result += f" {row['ratio']:.3f} x FP8" if "ratio" in row else ""
+    return result + (f" with queries {row['total']:.2f} us" if row.get("total") else "")
+
+
+def main() -> None:
+    """Run the checks and the timings."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the full results")
+    parser.add_argument("--seconds", type=float, default=70, help="start no problem after this time")
+    parser.add_argument("--only", default="", help="only problems whose name contains this")
+    parser.add_argument("--sweep", action="store_true", help="compare schedules and check ragged requests")
+    parser.add_argument("--triton", action="store_true", help="time the kernel for all cards, too")
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of every schedule")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    timed = [problem for problem in TIMED if options.only in problem.name]
+    result: dict = {
+        "device": str(jax.devices()[0].device_kind),
+        "jax": jax.__version__,
+        "checks": [],
+        "timed": [],
+    }
+    # Lowering holds the interpreter's lock: few threads, so that the first programs are ready first.
+    with ThreadPoolExecutor(3) as threads:
+        checks = [
+            (p, kernel, threads.submit(build, p, None, kernel))
+            for p in CHECKED
+            for kernel in ("mosaic", "triton")
+            if options.sweep
+        ]
+        runs = []
+        for problem in timed:
+            kernels = [("fp8", None), ("mosaic", None)]
+            kernels += [("triton", None)] if options.triton else []
+            narrow = options.sweep and problem.heads * problem.new_tokens <= 64
+            kernels += [("mosaic", config) for config in SWEEP] if narrow else []
+            runs.append([(name, c, threads.submit(build, problem, c, name)) for name, c in kernels])
+        for problem, kernel, future in checks:
+            try:
+                found = check(problem, future.result())
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            result["checks"].append({"problem": vars(problem), "kernel": kernel, **found})
+            print(f"check {problem.name} T{problem.page_size} {kernel}: {found}", flush=True)
+        for problem, futures in zip(timed, runs, strict=True):
+            if time.perf_counter() - start > options.seconds:
+                print(f"{problem.name}: out of time", flush=True)
+                [future.cancel() for _, _, future in futures]
+                continue
+            try:
+                result["timed"] += time_problem(problem, futures, options.rounds)
+            except Exception as error:
+                print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1))
+            print(f"{time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

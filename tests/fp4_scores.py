@@ -1,0 +1,84 @@
+"""Problems of the FP4 scoring kernels, with the scores of a NumPy model that reads one nibble after another."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from numpy_forms import E2M1
+from numpy_model import scores
+
+SCALE, LAYER_OFFSET, FAR_SLOT = 3, 2, 1 << 28
+"""Pages of a slot, the layer's among them, and a slot no pool has: it stands where nobody may look."""
+
+NEAR, FAR = range(122, 130), range(90, 165)
+"""Scale bytes whose differences e4m3 codes can carry, and bytes among which some cannot be."""
+
+
+def values(codes: np.ndarray, bytes_: np.ndarray) -> np.ndarray:
+    """``float64[..., 128]`` of codes 0 to 15 and scale bytes ``[..., 4]``; byte 255 is NaN, 0 (never written) is 0."""
+    power = np.where(
+        bytes_ == 255, np.nan, np.where(bytes_ == 0, 0.0, 2.0 ** (bytes_.astype(np.float64) - 127))
+    )
+    return E2M1[codes] * np.repeat(power, 32, axis=-1)
+
+
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Two codes a byte, the even element in the low nibble."""
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+
+
+def words(bytes_: np.ndarray) -> np.ndarray:
+    """``int32[...]`` of scale bytes ``[..., 4]``, byte 0 lowest."""
+    return np.ascontiguousarray(bytes_.astype(np.uint8)).view("<i4")[..., 0]
+
+
+def draw(rng, shape: tuple[int, ...], bytes_of=NEAR):
+    """Random codes and scale bytes."""
+    return rng.integers(0, 16, (*shape, 128)), rng.choice(np.asarray(bytes_of), (*shape, 4))
+
+
+@functools.cache
+def scenario(
+    lengths: tuple[int, ...],
+    *,
+    n: int,
+    heads: int,
+    page_size: int,
+    width: int,
+    seed=0,
+    key_bytes=NEAR,
+    query_bytes=NEAR,
+):
+    """Arguments and expected scores: unused places are NaN, unused table entries -1 or a slot that does not exist.
+
+    The rows of a request see one key less each, from the last row back, and none below zero: as in a decode step of
+    `n` new tokens.
+    """
+    rng = np.random.default_rng(seed)
+    requests = len(lengths)
+    slots = requests * width + 2
+    keys = np.full((slots * SCALE, page_size, 64), 0x77, np.uint8)
+    key_words = np.full((slots * SCALE, page_size), -1, np.int32)
+    table = np.full((requests, width), -1, np.int32)
+    table[:, 1::2] = FAR_SLOT
+    free = iter(rng.permutation(slots))
+    q_codes, q_bytes = draw(rng, (requests, n, heads), query_bytes)
+    weights = rng.normal(size=(requests, n, heads)).astype(np.float32)
+    limits = np.maximum(np.asarray(lengths)[:, None] - np.arange(n)[::-1], 0).astype(np.int32)
+    expected = np.full((requests, n, width * page_size), -np.inf)
+    for r, length in enumerate(lengths):
+        codes, bytes_ = draw(rng, (length,), key_bytes)
+        for p in range(-(-length // page_size)):
+            table[r, p] = next(free)
+            part = slice(p * page_size, min((p + 1) * page_size, length))
+            page = table[r, p] * SCALE + LAYER_OFFSET
+            keys[page, : part.stop - part.start] = packed(codes[part])
+            key_words[page, : part.stop - part.start] = words(bytes_[part])
+        known = values(codes, bytes_)
+        for j in range(n):
+            seen = limits[r, j]
+            expected[r, j, :seen] = scores(values(q_codes[r, j], q_bytes[r, j]), weights[r, j], known[:seen])
+    q = packed(q_codes), words(q_bytes)
+    return (q, weights, keys, key_words, table, limits), expected.reshape(requests * n, -1)

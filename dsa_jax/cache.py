@@ -7,6 +7,7 @@ pools are updated in place, and without donation the old cache stays valid and u
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -14,10 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsa_jax.layout import ArraySpec, CacheLayout, Role
+from dsa_jax.arguments import described, expect, is_whole
+from dsa_jax.compat import is_traced, target_device
+from dsa_jax.layout import FIX_LAYOUT, ArraySpec, CacheLayout, Role, as_role
 
 POOL_NAMES = ("key", "key_scale", "key_rope", "index_key", "index_scale")
 """Names of the pool leaves, in pytree order; a form that has no such array leaves None."""
+
+
+class PoolTooLarge(ValueError):
+    """Page pools that cannot be allocated. Nothing was.
+
+    Attributes:
+        slots: page slots asked for.
+        nbytes: bytes that they take.
+        reason: what they are too large for.
+    """
+
+    def __init__(self, operation: str, layout: CacheLayout, slots: int, reason: str):
+        self.slots, self.nbytes, self.reason = slots, layout.bytes_per_slot * slots, reason
+        super().__init__(
+            f"{operation}: slots is {described(slots)}, which takes {self.nbytes:,} bytes ({layout.bytes_per_slot:,} a "
+            f"slot): {reason}. Pass fewer slots (planning.plan says how many fit), or split the cache over more devices."
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -60,14 +80,27 @@ class Cache:
         Raises:
             ValueError: for fewer than one slot or more than int32 rows can count, or a layout that coalesced buffers of
                 different roles into one pool.
+            PoolTooLarge: the device has no room for that many; it is a ValueError too, and nothing stays allocated.
         """
-        arrays = {spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in _array_specs(layout, slots)}
+        specs = _array_specs("Cache.create", layout, slots)
+        too_large = layout.bytes_per_slot * int(slots) > _host_memory()
+        if too_large and not is_traced(jnp.zeros(())):  # a trace allocates nothing
+            raise PoolTooLarge("Cache.create", layout, int(slots), "this machine has less memory")
+        try:
+            arrays = {spec.name: jnp.zeros(spec.shape, spec.dtype) for spec in specs}
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise PoolTooLarge(
+                "Cache.create", layout, int(slots), "the device has no room for them"
+            ) from error
         return cls._build(layout, arrays, jnp.asarray)
 
     @classmethod
     def abstract(cls, layout: CacheLayout, slots: int) -> Cache:
         """The same tree of ``jax.ShapeDtypeStruct``, without allocating anything."""
-        arrays = {s.name: jax.ShapeDtypeStruct(s.shape, s.dtype) for s in _array_specs(layout, slots)}
+        specs = _array_specs("Cache.abstract", layout, slots)
+        arrays = {spec.name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs}
         return cls._build(layout, arrays, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
 
     @classmethod
@@ -119,7 +152,7 @@ class Cache:
     def page_of(self, role: Role, layer: int | Array, slot: Array) -> Array:
         """Page of each raw slot for a (local layer, role): ``slot * scale + layer_offset``; -1 where there is none.
 
-        A slot that is negative or beyond the pool has no page. A Python ``layer`` is checked here; a traced one that does
+        A slot that is negative or beyond the pool has no page. A known ``layer`` is checked here; a traced one that does
         not exist or owns no such role yields -1 for every slot.
 
         Args:
@@ -131,18 +164,46 @@ class Cache:
             ValueError: for a layer that is not local, that is a shared-indexer layer when ``role`` is INDEX_KEY, or a role
                 that the key form does not have.
         """
-        offset = self.layer_offset(role, layer)
+        offset = self._offset("Cache.page_of", role, layer)
         known = (slot >= 0) & (slot < self.slots) & (offset >= 0)
         return jnp.where(known, slot * self.layout.scale(role) + offset, -1)
 
     def layer_offset(self, role: Role, layer: int | Array) -> Array:
-        """``int32`` scalar: the layer's offset in the pool of ``role``. Checks a Python ``layer`` as ``page_of`` does."""
-        if isinstance(layer, (int, np.integer)):
-            self.layout.page_index(int(layer), role)
-        offsets = next(getattr(self, name) for name, owner in _OFFSETS.items() if owner == role)
+        """``int32`` scalar: the layer's offset in the pool of ``role``. Checks a known ``layer`` as ``page_of`` does."""
+        return self._offset("Cache.layer_offset", role, layer)
+
+    def check_layer(self, operation: str, role: Role, layer: int | Array) -> None:
+        """Refuse a layer that has no pages of ``role``, as far as that can be known: a traced layer has no value yet.
+
+        Args:
+            operation: whose argument it is, for the message.
+            role: as in ``page_of``.
+            layer: local layer number.
+
+        Raises:
+            ValueError: for a layer that is no whole number, is not local, or has no such pages.
+        """
+        if is_whole(layer):
+            self.layout.find(operation, int(layer), role)
+            return
+        if not isinstance(layer, (jax.Array, np.ndarray)) or not jnp.issubdtype(layer.dtype, jnp.integer):
+            raise ValueError(
+                f"{operation}: layer is {described(layer)}, wanted the local number of a layer, a Python int or an int32 "
+                "scalar. Pass its position among this rank's layers."
+            )
+        if is_traced(layer):
+            return
+        if not isinstance(layer, jax.Array) or layer.is_fully_addressable:
+            for number in np.asarray(jax.device_get(layer)).reshape(-1).tolist():
+                self.layout.find(operation, number, role)
+
+    def _offset(self, operation: str, role: Role, layer: int | Array) -> Array:
+        role = as_role(operation, role)
+        self.check_layer(operation, role, layer)
+        offsets = next((getattr(self, name) for name, owner in _OFFSETS.items() if owner == role), None)
         if offsets is None:
             raise ValueError(
-                f"Cache.layer_offset: key_form {self.layout.key_form!r} has no {role} pages. Ask for Role.KEY."
+                f"{operation}: key_form {self.layout.key_form!r} has no {role} pages. Ask for Role.KEY."
             )
         # A traced layer cannot be checked; out of range it must not wrap or clamp into another layer's pages.
         return offsets.at[layer].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
@@ -192,19 +253,28 @@ _OFFSETS = {
 }
 
 
-def _array_specs(layout: CacheLayout, slots: int) -> tuple[ArraySpec, ...]:
+def _host_memory() -> float:
+    """Bytes that arrays on the CPU can take at most; no limit where another device holds them.
+
+    Some systems promise memory that they do not have and then end the process. GPUs refuse by themselves.
+    """
+    if target_device().platform != "cpu" or not hasattr(os, "sysconf"):
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _array_specs(operation: str, layout: CacheLayout, slots: int) -> tuple[ArraySpec, ...]:
     """The arrays to allocate; refuses by name what cannot be allocated."""
-    if isinstance(slots, bool) or not isinstance(slots, (int, np.integer)) or slots < 1:
+    expect(operation, "layout", layout, CacheLayout, FIX_LAYOUT)
+    if not is_whole(slots) or slots < 1:
         raise ValueError(
-            f"Cache.create: slots is {slots!r}; wanted at least 1 page slot. Change the slot count."
+            f"{operation}: slots is {described(slots)}; wanted at least 1 page slot. Change the slot count."
         )
     per_slot = max(layout.page_size, *(pool.scale for pool in layout.pools))
     if int(slots) * per_slot > 2**31:
-        raise ValueError(
-            f"Cache.create: slots is {slots}, which makes more than 2**31 rows or pages, and both are int32; wanted "
-            f"at most {2**31 // per_slot} slots. Split the cache over more devices."
-        )
+        reason = f"rows and pages are int32, which counts to {2**31 // per_slot:,} slots"
+        raise PoolTooLarge(operation, layout, int(slots), reason)
     try:
         return layout.arrays(int(slots))
     except ValueError as error:
-        raise ValueError(f"Cache.create: {error}") from error
+        raise ValueError(f"{operation}: {error}") from error

@@ -16,8 +16,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dsa_jax.arguments import described, expect, is_whole
 from dsa_jax.cache import Cache
-from dsa_jax.layout import ArraySpec, Role
+from dsa_jax.layout import ArraySpec, Role, as_role
 
 SCALE_BYTES = 4
 """Bytes of scale that one token has in a packed index-key page."""
@@ -61,9 +62,9 @@ def unpack_pages(cache: Cache, role: Role, packed: Array) -> Cache:
     specs = _specs("unpack_pages", cache, role)
     count, page_size = cache.pages(specs[0].name).shape[:2]
     wanted = (count, specs[0].page_bytes)
-    if packed.shape != wanted or packed.dtype != jnp.uint8:
+    if getattr(packed, "shape", None) != wanted or packed.dtype != jnp.uint8:
         raise ValueError(
-            f"unpack_pages: packed is {packed.dtype}{list(packed.shape)}; wanted uint8{list(wanted)}, {role} pages of "
+            f"unpack_pages: packed is {described(packed)}; wanted uint8{list(wanted)}, {role} pages of "
             f"{page_size} tokens of {cache.layout.key_form}/{cache.layout.index_form}. Create the cache with the layout "
             "that the bytes were written with."
         )
@@ -96,13 +97,14 @@ def pack_index_pages(data: Array, scale: Array) -> Array:
     [1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 128, 63, 0, 0, 0, 64]
     """
     if (
-        data.ndim != 3
+        not all(hasattr(array, "shape") and hasattr(array, "dtype") for array in (data, scale))
+        or data.ndim != 3
         or data.dtype != jnp.uint8
         or scale.shape != data.shape[:2]
         or scale.dtype.itemsize != 4
     ):
         raise ValueError(
-            f"pack_index_pages: got data {data.dtype}{list(data.shape)} and scale {scale.dtype}{list(scale.shape)}; "
+            f"pack_index_pages: got data {described(data)} and scale {described(scale)}; "
             "wanted uint8[P, T, D] and a four-byte scale [P, T]. Pass the cache's index_key and index_scale as flat pages."
         )
     pages = data.shape[0]
@@ -123,19 +125,19 @@ def unpack_index_pages(packed: Array, page_size: int, *, scale_dtype=jnp.float32
     Raises:
         ValueError: if the width is not ``page_size`` times a row of codes and four bytes.
     """
-    width = packed.shape[-1]
     if (
-        packed.ndim != 2
+        getattr(packed, "ndim", None) != 2
         or packed.dtype != jnp.uint8
+        or not is_whole(page_size)
         or page_size < 1
-        or width % page_size
-        or width // page_size <= SCALE_BYTES
+        or packed.shape[-1] % page_size
+        or packed.shape[-1] // page_size <= SCALE_BYTES
     ):
         raise ValueError(
-            f"unpack_index_pages: packed is {packed.dtype}{list(packed.shape)} with page_size {page_size}; wanted "
+            f"unpack_index_pages: packed is {described(packed)} with page_size {described(page_size)}; wanted "
             "uint8[P, page_size * (D + 4)], for example [P, 8448] at 64 tokens of 128 codes. Check the page size."
         )
-    pages = packed.shape[0]
+    pages, width = packed.shape
     codes = width // page_size - SCALE_BYTES
     data = packed[:, : page_size * codes].reshape(pages, page_size, codes)
     scale_bytes = packed[:, page_size * codes :].reshape(pages, page_size, SCALE_BYTES)
@@ -144,6 +146,8 @@ def unpack_index_pages(packed: Array, page_size: int, *, scale_dtype=jnp.float32
 
 def _specs(operation: str, cache: Cache, role: Role) -> list[ArraySpec]:
     """The arrays of a role, in the order in which they follow each other in a packed page."""
+    expect(operation, "cache", cache, Cache, "Pass what Cache.create(layout, slots) or an op returned.")
+    role = as_role(operation, role)
     specs = [spec for spec in cache.layout.arrays(cache.slots) if spec.role == role]
     if not specs:
         raise ValueError(

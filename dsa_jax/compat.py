@@ -6,6 +6,12 @@ import re
 from dataclasses import dataclass
 
 import jax
+from jax.core import Tracer
+
+
+def is_traced(value: object) -> bool:
+    """Whether a value is that of a program being traced, which is not known yet."""
+    return isinstance(value, Tracer)
 
 
 @dataclass(frozen=True)

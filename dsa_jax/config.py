@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsa_jax import presets
+from dsa_jax.arguments import described, expect, is_whole
 from dsa_jax.full_layers import full_layer_mask
-from dsa_jax.hf_fields import FieldReader
+from dsa_jax.hf_fields import LARGEST, FieldReader
 from dsa_jax.rope_parameters import RopeParameters, read_rope
 
 __all__ = ["ARCHITECTURES", "DSAConfig", "RopeParameters", "full_layer_mask", "preset"]
@@ -21,6 +22,25 @@ ARCHITECTURES: dict[str, tuple[str, bool]] = {
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", True),
 }
 DEFAULT_INDEX_HEAD_DIM = 128
+MOST_LAYERS = 1000
+"""Layers of one kind at most: a layout lists every one, and more is a typing error."""
+
+# Numbers of a configuration and the largest that they may be.
+_LARGEST = {"num_layers": MOST_LAYERS, "num_mtp_layers": MOST_LAYERS} | dict.fromkeys(
+    (
+        "num_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+        "max_position_embeddings",
+    ),
+    LARGEST,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +93,11 @@ class DSAConfig:
         Raises:
             ValueError: one message that names every problem.
         """
-        problems = []
+        if isinstance(self.full_layers, list):
+            object.__setattr__(self, "full_layers", tuple(self.full_layers))  # configurations are hashed
+        problems = self._kind_problems()
+        if problems:  # what follows compares numbers
+            raise ValueError(f"DSAConfig({described(self.architecture)}): " + "; ".join(problems))
         positive = [
             "num_layers",
             "num_heads",
@@ -87,6 +111,11 @@ class DSAConfig:
             positive += ["q_lora_rank", "index_head_dim", "index_topk", "index_n_heads"]
         problems += [
             f"{name}={getattr(self, name)} must be at least 1" for name in positive if getattr(self, name) < 1
+        ]
+        problems += [
+            f"{name}={getattr(self, name)} is too large, wanted at most {most:,}"
+            for name, most in _LARGEST.items()
+            if getattr(self, name) > most
         ]
         if self.num_mtp_layers < 0:
             problems.append(f"num_mtp_layers={self.num_mtp_layers} must not be negative")
@@ -103,6 +132,21 @@ class DSAConfig:
             problems.append("full_layers names indexers, but index_n_heads is 0; set every entry to False")
         if problems:
             raise ValueError(f"DSAConfig({self.architecture}): " + "; ".join(problems))
+
+    def _kind_problems(self) -> list[str]:
+        """Values of the wrong type."""
+        problems = []
+        for name in _LARGEST:
+            if not is_whole(getattr(self, name)):
+                problems.append(f"{name}={described(getattr(self, name))} must be a whole number")
+        for name in ("index_share_for_mtp_iteration", "indexer_rope_interleave", "index_hadamard"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name}={described(getattr(self, name))} must be True or False")
+        if not isinstance(self.full_layers, tuple):
+            problems.append(f"full_layers is {described(self.full_layers)}, wanted a tuple of True and False")
+        if not isinstance(self.rope, RopeParameters):
+            problems.append(f"rope is {described(self.rope)}, wanted RopeParameters")
+        return problems
 
     def _indexer_problems(self) -> list[str]:
         problems = []
@@ -167,11 +211,12 @@ class DSAConfig:
             ValueError: the architecture is unknown, fields are missing or contradict each other; all of it in
                 one message.
         """
+        expect("DSAConfig.from_hf", "mapping", mapping, Mapping, "Pass the parsed config.json.")
         architecture = _architecture(mapping)
         has_indexer = ARCHITECTURES[architecture][1]
         read = FieldReader(mapping)
-        num_layers = read.integer("num_hidden_layers")
-        num_mtp_layers = read.integer("num_nextn_predict_layers", 0)
+        num_layers = read.integer("num_hidden_layers", most=MOST_LAYERS)
+        num_mtp_layers = read.integer("num_nextn_predict_layers", 0, most=MOST_LAYERS)
         index_n_heads = read.integer("index_n_heads", None if has_indexer else 0)
         index_topk = read.integer("index_topk", None if has_indexer else 0)
         if has_indexer and "index_n_heads" in mapping and index_n_heads == 0:
@@ -232,8 +277,10 @@ def preset(name: str) -> DSAConfig:
     Raises:
         ValueError: there is no such preset.
     """
-    if name not in presets.PRESETS:
-        raise ValueError(f"preset: no model is called {name!r}; choose one of {', '.join(presets.PRESETS)}")
+    if not isinstance(name, str) or name not in presets.PRESETS:
+        raise ValueError(
+            f"preset: no model is called {described(name)}; choose one of {', '.join(presets.PRESETS)}"
+        )
     return DSAConfig.from_hf(presets.PRESETS[name])
 
 
@@ -242,6 +289,13 @@ def _architecture(mapping: Mapping[str, Any]) -> str:
     if isinstance(names, str):
         names = [names]
     known = ", ".join(ARCHITECTURES)
+    if names is not None and not (
+        isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    ):
+        raise ValueError(
+            f"DSAConfig.from_hf: architectures={described(names)} is neither a list of names nor a name; set it to "
+            f'["{next(iter(ARCHITECTURES))}"] or one of {known}'
+        )
     if names:
         for name in names:
             if name in ARCHITECTURES:
@@ -255,6 +309,6 @@ def _architecture(mapping: Mapping[str, Any]) -> str:
         if model_type == known_type:
             return name
     raise ValueError(
-        f"DSAConfig.from_hf: no architectures, and model_type={model_type!r} is not supported; set "
+        f"DSAConfig.from_hf: no architectures, and model_type={described(model_type)} is not supported; set "
         f"architectures to one of {known}"
     )

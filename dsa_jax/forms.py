@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import Any
+
+from dsa_jax.arguments import described, is_whole
 
 QUANT_BLOCK_SIZE = 128  # indexer key elements that share one scale
 FP4_GROUP = 16  # NVFP4 latent elements that share one e4m3 scale
@@ -159,15 +162,15 @@ def role_bytes(arrays: tuple[TokenArray, ...]) -> dict[Role, int]:
     return total
 
 
-def check_page_size(page_size: int, key_form: str = "bf16") -> None:
+def check_page_size(page_size: Any, key_form: str = "bf16") -> None:
     """Refuses page sizes that no implementation takes.
 
     Raises:
         ValueError: `page_size` is no power of two from 1 to 256, or the form is bound to pages of 64 tokens.
     """
-    if page_size not in PAGE_SIZES or isinstance(page_size, bool):
+    if not is_whole(page_size) or page_size not in PAGE_SIZES:
         raise ValueError(
-            f"page_size={page_size!r}: a page holds a power of two from 1 to 256 tokens; use 64, which every "
+            f"page_size={described(page_size)}: a page holds a power of two from 1 to 256 tokens; use 64, which every "
             "GPU kernel takes"
         )
     if key_form == "fp8_ds_mla" and page_size != FP8_DS_MLA_PAGE_SIZE:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
+from dsa_jax.arguments import described, expect, is_whole
 from dsa_jax.coalesce import Buffer, LayerBuffers, PlacedBuffer, PoolSpec, coalesce
 from dsa_jax.config import DSAConfig
 from dsa_jax.forms import (
@@ -40,6 +44,8 @@ __all__ = [
     "encode_v1_table",
 ]
 
+FIX_CONFIG = "Pass config.preset('deepseek-v3.2') or DSAConfig.from_hf(mapping)."
+FIX_LAYOUT = "Pass CacheLayout.create(config)."
 MANAGERS = ("v1", "v2")
 SCALE_RULES = ("ue8m0", "fp32")
 TIE_RULES = ("deepgemm", "even")
@@ -90,7 +96,7 @@ class CacheLayout:
         key_form: str = "bf16",
         index_form: str = "fp8",
         page_size: int = 64,
-        layers: tuple[int, ...] | None = None,
+        layers: Sequence[int] | None = None,
         hadamard: bool | None = None,
         scale_rule: Literal["ue8m0", "fp32"] = "ue8m0",
         tie_rule: Literal["deepgemm", "even"] = "deepgemm",
@@ -115,6 +121,7 @@ class CacheLayout:
         Raises:
             ValueError: a value is unknown or does not fit the others; all problems in one message.
         """
+        expect("CacheLayout.create", "config", config, DSAConfig, FIX_CONFIG)
         problems: list[str] = []
         for name, value, known in (
             ("manager", manager, MANAGERS),
@@ -123,10 +130,10 @@ class CacheLayout:
             ("scale_rule", scale_rule, SCALE_RULES),
             ("tie_rule", tie_rule, TIE_RULES),
         ):
-            if value not in known:
-                problems.append(f"{name}={value!r} is unknown, choose one of {', '.join(known)}")
-        local = tuple(range(config.num_layers)) if layers is None else tuple(layers)
-        problems += _layer_problems(local, len(config.full_layers))
+            if not isinstance(value, str) or value not in known:
+                problems.append(f"{name}={described(value)} is unknown, choose one of {', '.join(known)}")
+        local, found = global_layers(config, layers)
+        problems += found
         full = () if problems else tuple(config.full_layers[layer] for layer in local)
         key: tuple[TokenArray, ...] = ()
         index: tuple[TokenArray, ...] = ()
@@ -134,6 +141,16 @@ class CacheLayout:
             check_page_size(page_size, key_form)
         except ValueError as error:
             problems.append(str(error))
+        rotates = config.index_hadamard if hadamard is None else hadamard
+        if not isinstance(rotates, (bool, np.bool_)):
+            problems.append(
+                f"hadamard={described(hadamard)} is neither True, False nor None (as the model says)"
+            )
+        elif any(full) and rotates and config.index_head_dim & (config.index_head_dim - 1):
+            problems.append(
+                f"hadamard=True needs a power of two as index_head_dim, got {config.index_head_dim}; set "
+                "hadamard=False"
+            )
         if not problems:
             try:
                 key = key_arrays(key_form, config.kv_lora_rank, config.qk_rope_head_dim)
@@ -145,6 +162,7 @@ class CacheLayout:
                 problems.append(str(error))
         if problems:
             raise ValueError("CacheLayout.create: " + "; ".join(problems))
+        page_size = int(page_size)  # JSON knows no NumPy integers
         page_bytes = {role: size * page_size for role, size in role_bytes(key + index).items()}
         derive = v1_pools if manager == "v1" else _v2_pools
         pools = derive(tuple(range(len(local))), full, page_bytes)
@@ -159,7 +177,7 @@ class CacheLayout:
             latent_dim=config.kv_lora_rank,
             rope_dim=config.qk_rope_head_dim,
             index_head_dim=config.index_head_dim,
-            hadamard=config.index_hadamard if hadamard is None else bool(hadamard),
+            hadamard=bool(rotates),
             scale_rule=scale_rule,
             tie_rule=tie_rule,
             pools=pools,
@@ -180,23 +198,35 @@ class CacheLayout:
         Raises:
             ValueError: the layer number is out of range, or the layer has no such buffer.
         """
+        return self.find("CacheLayout.buffer", layer, role)
+
+    def find(self, operation: str, layer: int, role: Role) -> PlacedBuffer:
+        """`buffer` in the name of another operation, which is the one that a message should name.
+
+        Raises:
+            ValueError: as `buffer` raises, in the words of `operation`.
+        """
+        if not is_whole(layer):
+            raise ValueError(
+                f"{operation}: layer is {described(layer)}, wanted the local number of a layer, a whole number from 0 to "
+                f"{len(self.layers) - 1}; pass its position among this rank's layers"
+            )
         if not 0 <= layer < len(self.layers):
             raise ValueError(
-                f"CacheLayout.buffer: layer {layer} is out of range, this rank has the local layers 0 .. "
-                f"{len(self.layers) - 1} "
-                f"(global ids {ranges(self.layers)}); pass the local number"
+                f"{operation}: layer {described(layer)} is out of range, this rank has the local layers 0 .. "
+                f"{len(self.layers) - 1} (global ids {ranges(self.layers)}); pass the local number"
             )
-        place = self._places.get((layer, Role(role)))
+        known_role = as_role(operation, role)
+        place = self._places.get((int(layer), known_role))
         if place is not None:
             return place
-        if role == Role.INDEX_KEY:
+        if known_role == Role.INDEX_KEY:
             raise ValueError(
-                f"CacheLayout.buffer: local layer {layer} (global {self.layers[layer]}) is a shared-indexer "
-                "layer and has no "
+                f"{operation}: local layer {layer} (global {self.layers[layer]}) is a shared-indexer layer and has no "
                 "INDEX_KEY cache; use the selection of the nearest full layer before it"
             )
         raise ValueError(
-            f"CacheLayout.buffer: key_form={self.key_form!r} has no {role} buffer; ask for another role"
+            f"{operation}: key_form={self.key_form!r} has no {known_role} buffer; ask for another role"
         )
 
     def page_index(self, layer: int, role: Role) -> PageIndex:
@@ -206,11 +236,12 @@ class CacheLayout:
             ValueError: the layer number is out of range, or the layer has no such buffer (a shared-indexer
                 layer).
         """
-        return self.buffer(layer, role).index
+        return self.find("CacheLayout.page_index", layer, role).index
 
     def layer_offsets(self, role: Role) -> tuple[int, ...]:
         """Layer offset of each local layer, -1 where the layer has no such buffer."""
-        places = (self._places.get((layer, Role(role))) for layer in range(len(self.layers)))
+        role = as_role("CacheLayout.layer_offsets", role)
+        places = (self._places.get((layer, role)) for layer in range(len(self.layers)))
         return tuple(-1 if place is None else place.index.layer_offset for place in places)
 
     def scale(self, role: Role) -> int:
@@ -260,12 +291,21 @@ class CacheLayout:
             The fields; "pools" with every buffer's place in the packed pools; "arrays" with shape, dtype and
             place of every typed array in them. Where roles share a pool, "arrays" is empty and
             "arrays_refused" says why.
+
+        Raises:
+            ValueError: `slots` is no whole number of at least 1.
         """
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name != "pools"
         }
+        if not is_whole(slots) or slots < 1:
+            raise ValueError(
+                f"CacheLayout.to_dict: slots={described(slots)} must be a whole number of at least 1; pass the slots of "
+                "the pool"
+            )
+        slots = int(slots)
         try:
             arrays, refused = self.arrays(slots), None
         except ValueError as error:
@@ -331,13 +371,41 @@ def check_dsa_pools(pools: tuple[PoolSpec, ...]) -> None:
         )
 
 
-def _layer_problems(layers: tuple[int, ...], count: int) -> list[str]:
-    if not layers:
-        return ["layers is empty, a rank needs at least one layer"]
+def as_role(operation: str, role: Any) -> Role:
+    """A role by itself or by its name.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return Role(role)
+    except ValueError as error:
+        raise ValueError(
+            f"{operation}: role is {described(role)}, wanted one of {', '.join(Role)}; pass Role.KEY or Role.INDEX_KEY"
+        ) from error
+
+
+def global_layers(config: DSAConfig, layers: Any) -> tuple[tuple[int, ...], list[str]]:
+    """The layers that an argument `layers` means: all decoder layers for None; and what is wrong with it."""
+    count = len(config.full_layers)
+    if layers is None:
+        return tuple(range(config.num_layers)), []
+    try:
+        listed = () if isinstance(layers, str) else tuple(layers)
+    except TypeError:
+        listed = ()
+    if not listed:
+        empty = isinstance(layers, (tuple, list, range, np.ndarray))
+        came = "layers is empty" if empty else f"layers is {described(layers)}"
+        return (), [f"{came}, a rank needs at least one layer; pass global ids such as (0, 1)"]
+    strange = [described(layer) for layer in listed if not is_whole(layer)]
+    if strange:
+        return (), [f"layers holds {', '.join(strange)}, wanted whole numbers"]
     problems = []
-    outside = [layer for layer in layers if not 0 <= layer < count]
+    listed = tuple(map(int, listed))
+    outside = [layer for layer in listed if not 0 <= layer < count]
     if outside:
         problems.append(f"layers {outside} do not exist, the model has global ids 0 .. {count - 1}")
-    if len(set(layers)) != len(layers):
-        problems.append(f"layers {list(layers)} repeats an id; name each layer once")
-    return problems
+    if len(set(listed)) != len(listed):
+        problems.append(f"layers {list(listed)} repeats an id; name each layer once")
+    return listed, problems

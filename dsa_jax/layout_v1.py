@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dsa_jax.arguments import described, is_whole
 from dsa_jax.coalesce import PageIndex, PlacedBuffer, PoolSpec
 from dsa_jax.forms import Role
 
@@ -74,7 +75,7 @@ def encode_v1_table(table: Any, num_layers: int) -> np.ndarray:
         int64 array of the same shape.
     """
     _check_layers("encode_v1_table", num_layers)
-    slots = np.asarray(table, dtype=np.int64)
+    slots = _offsets("encode_v1_table", "table", table)
     return np.where(slots < 0, -1, slots * num_layers)
 
 
@@ -97,17 +98,29 @@ def decode_v1_table(encoded: Any, num_layers: int, slots: int) -> np.ndarray:
         ValueError: `num_layers` or `slots` is not positive.
     """
     _check_layers("decode_v1_table", num_layers)
-    if slots < 1:
+    if not is_whole(slots) or slots < 1:
         raise ValueError(
-            f"decode_v1_table: slots={slots} must be at least 1; pass the slot count of the pool"
+            f"decode_v1_table: slots={described(slots)} must be at least 1 and whole; pass the slot count of the pool"
         )
-    offsets = np.asarray(encoded, dtype=np.int64)
+    offsets = _offsets("decode_v1_table", "encoded", encoded)
     decoded = np.where(offsets < 0, -1, np.minimum(offsets // num_layers, slots - 1))
     return decoded.astype(np.int32)
 
 
 def _check_layers(operation: str, num_layers: int) -> None:
-    if num_layers < 1:
+    if not is_whole(num_layers) or num_layers < 1:
         raise ValueError(
-            f"{operation}: num_layers={num_layers} must be at least 1; pass the number of local layers"
+            f"{operation}: num_layers={described(num_layers)} must be at least 1 and whole; pass the number of local layers"
         )
+
+
+def _offsets(operation: str, name: str, table: Any) -> np.ndarray:
+    try:
+        array = np.asarray(table)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{operation}: {name} is {described(table)}, wanted integers, -1 for none; pass a rectangular integer array"
+        )
+    return array.astype(np.int64)

@@ -5,10 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from dsa_jax.arguments import described, expect, is_number
 from dsa_jax.config import DSAConfig
-from dsa_jax.layout import CacheLayout
+from dsa_jax.layout import FIX_CONFIG, CacheLayout
 from dsa_jax.layout_text import text_table
-from dsa_jax.sizing import SCORE_BUDGET, pages_per_seq, quota_for_slots, rows_per_chunk, slots_for_quota
+from dsa_jax.sizing import (
+    MOST_BYTES,
+    SCORE_BUDGET,
+    check_whole,
+    pages_per_seq,
+    quota_for_slots,
+    rows_per_chunk,
+    slots_for_quota,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +152,12 @@ def plan(
         ValueError: a value is not positive, the model has no prediction layers to plan a draft cache for, the
             layout is refused, or weights and workspace leave no memory for a single slot.
     """
+    expect("plan", "config", config, DSAConfig, FIX_CONFIG)
     context = config.max_position_embeddings if context is None else context
+    check_whole("plan", batch=batch, context=context, extra_tokens=extra_tokens, chunk_tokens=chunk_tokens)
+    gpu_memory, weight_bytes, score_budget, grain_bytes = _whole_bytes(
+        gpu_memory=gpu_memory, weight_bytes=weight_bytes, score_budget=score_budget, grain_bytes=grain_bytes
+    )
     numbers = {"gpu_memory": gpu_memory, "batch": batch, "context": context, "chunk_tokens": chunk_tokens}
     numbers |= {"score_budget": score_budget, "grain_bytes": grain_bytes}
     problems = [f"{name}={value} must be at least 1" for name, value in numbers.items() if value < 1]
@@ -209,6 +223,21 @@ def plan(
         pages_per_request=width,
         requests=slots // width,
     )
+
+
+def _whole_bytes(**sizes: Any) -> list[int]:
+    """Bytes as integers: 80e9 is as good as 80 * 10**9, half a byte is not."""
+    strange = [
+        f"{name}={described(size)}"
+        for name, size in sizes.items()
+        if not is_number(size) or not abs(size) <= MOST_BYTES or size != int(size)
+    ]
+    if strange:
+        raise ValueError(
+            f"plan: {', '.join(strange)} must be a whole number of bytes, at most {MOST_BYTES:,}; sizing.parse_bytes reads "
+            "80GB and 80GiB"
+        )
+    return [int(size) for size in sizes.values()]
 
 
 def _workspace(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dsa_jax.hf_fields import FieldReader
+from dsa_jax.arguments import described, is_whole
+from dsa_jax.hf_fields import LARGEST, FieldReader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,23 @@ class RopeParameters:
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Refuses what no table of angles can be made of.
+
+        Raises:
+            ValueError: one message that names every problem.
+        """
+        problems = [] if self.type in ("default", "yarn") else [_unknown_type(self.type)]
+        positive = ("theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        problems += [problem for name in positive for problem in _not_positive(name, getattr(self, name))]
+        if not is_whole(self.original_max_position_embeddings) or self.original_max_position_embeddings < 0:
+            came = described(self.original_max_position_embeddings)
+            problems.append(f"original_max_position_embeddings={came} must be a whole number of at least 0")
+        if problems:
+            raise ValueError(
+                "RopeParameters: " + "; ".join(problems) + ". Take them from the model's config.json."
+            )
+
 
 def read_rope(read: FieldReader) -> RopeParameters | None:
     """Merges `rope_theta`, `rope_scaling` and `rope_parameters`; equal values may repeat, different ones are
@@ -46,7 +65,7 @@ def read_rope(read: FieldReader) -> RopeParameters | None:
             return
         if key in found and found[key] != value:
             read.problems.append(
-                f"{sources[key]} gives {key}={found[key]!r}, but {source} gives {value!r}; keep one"
+                f"{sources[key]} gives {key}={described(found[key])}, but {source} gives {described(value)}; keep one"
             )
         found.setdefault(key, value)
         sources.setdefault(key, source)
@@ -56,7 +75,7 @@ def read_rope(read: FieldReader) -> RopeParameters | None:
         if nested is None:
             continue
         if not isinstance(nested, Mapping):
-            read.problems.append(f"{source}={nested!r} is not a mapping")
+            read.problems.append(f"{source}={described(nested)} is not a mapping")
             continue
         for key, value in nested.items():
             note("rope_type" if key == "type" else key, value, source)
@@ -68,7 +87,7 @@ def read_rope(read: FieldReader) -> RopeParameters | None:
         f"{name} is missing (rope_parameters, rope_scaling or flat)" for name in wanted if name not in found
     ]
     if kind not in ("default", "yarn"):
-        missing.append(f"rope_type={kind!r} is not supported; use 'default' or 'yarn'")
+        missing.append(_unknown_type(kind))
     names = (
         "rope_theta",
         "factor",
@@ -79,9 +98,12 @@ def read_rope(read: FieldReader) -> RopeParameters | None:
         "mscale_all_dim",
     )
     for name in names:
-        value = found.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            missing.append(f"{name}={value!r} is not a positive number")
+        missing += _not_positive(name, found.get(name, 1))
+    positions = found.get("original_max_position_embeddings", 1)
+    if not missing and (positions != math.floor(positions) or positions > LARGEST):
+        missing.append(
+            f"original_max_position_embeddings={positions!r} is not a whole number of tokens up to {LARGEST:,}"
+        )
     if not missing and kind == "yarn" and found.get("mscale", 1) != found.get("mscale_all_dim", 1):
         missing.append(
             f"mscale={found.get('mscale', 1)} and mscale_all_dim={found.get('mscale_all_dim', 1)} differ, "
@@ -103,3 +125,18 @@ def read_rope(read: FieldReader) -> RopeParameters | None:
         mscale=float(found.get("mscale", 1)),
         mscale_all_dim=float(found.get("mscale_all_dim", 1)),
     )
+
+
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
+
+
+def _not_positive(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        return [f"{name}={described(value)} is not a positive number"]
+    if value > _LARGEST_FLOAT:  # Python's JSON knows Infinity, and integers of any size
+        return [f"{name}={described(value)} is not a finite number of float32"]
+    return []
+
+
+def _unknown_type(kind: Any) -> str:
+    return f"rope_type={described(kind)} is not supported; use 'default' or 'yarn'"

@@ -9,16 +9,32 @@ import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
+from dsa_jax.arguments import described, expect, is_number, is_whole
 from dsa_jax.config import DSAConfig
 from dsa_jax.forms import index_arrays, key_arrays, role_bytes
-from dsa_jax.layout import CacheLayout
+from dsa_jax.layout import FIX_CONFIG, FIX_LAYOUT, CacheLayout, global_layers
 
 SCORE_BUDGET = 512 << 20
 """Default bytes of indexer scores that are held at once."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+MOST_BYTES = 2**63 - 1
+"""Bytes that any device can count."""
+
+
+def check_whole(operation: str, **values: Any) -> None:
+    """Refuses numbers that are not whole: counts of bytes, tokens, slots and the like.
+
+    Raises:
+        ValueError: naming every one of them.
+    """
+    problems = [f"{name}={described(value)}" for name, value in values.items() if not is_whole(value)]
+    if problems:
+        raise ValueError(f"{operation}: {', '.join(problems)} must be a whole number; pass a Python int")
 
 
 def pages_per_seq(max_len: int, page_size: int, *, extra_tokens: int = 0) -> int:
@@ -33,6 +49,7 @@ def pages_per_seq(max_len: int, page_size: int, *, extra_tokens: int = 0) -> int
     Raises:
         ValueError: a number is negative, or `page_size` is not positive.
     """
+    check_whole("pages_per_seq", max_len=max_len, page_size=page_size, extra_tokens=extra_tokens)
     if max_len < 0 or extra_tokens < 0 or page_size < 1:
         raise ValueError(
             f"pages_per_seq: max_len={max_len} and extra_tokens={extra_tokens} must not be negative and "
@@ -52,6 +69,7 @@ def rows_per_chunk(budget_bytes: int, keys: int, bytes_per_score: int = 4) -> in
     Raises:
         ValueError: an argument is not positive.
     """
+    check_whole("rows_per_chunk", budget_bytes=budget_bytes, keys=keys, bytes_per_score=bytes_per_score)
     if budget_bytes < 1 or keys < 1 or bytes_per_score < 1:
         raise ValueError(
             f"rows_per_chunk: budget_bytes={budget_bytes}, keys={keys} and bytes_per_score={bytes_per_score} "
@@ -109,17 +127,26 @@ def static_cost(
         num_layers: layers of a draft cache, each of which owns an indexer; replaces `layers`. 0 counts as 1.
 
     Raises:
-        ValueError: `layers` and `num_layers` are both given, or a form is unknown.
+        ValueError: `layers` and `num_layers` are both given, `layers` are not those of a rank, `num_layers` is no
+            number of layers, or a form is unknown.
     """
+    expect("static_cost", "config", config, DSAConfig, FIX_CONFIG)
     if layers is not None and num_layers is not None:
         raise ValueError(
             "static_cost: layers and num_layers are both given; pass num_layers for a draft cache only"
         )
     if num_layers is not None:
+        check_whole("static_cost", num_layers=num_layers)
+        if num_layers < 0:
+            raise ValueError(
+                f"static_cost: num_layers={num_layers} must not be negative; pass the layers of a draft cache"
+            )
         count = max(num_layers, 1)
         owners = count if config.index_n_heads else 0
     else:
-        local = range(config.num_layers) if layers is None else layers
+        local, problems = global_layers(config, layers)
+        if problems:
+            raise ValueError("static_cost: " + "; ".join(problems))
         count, owners = len(local), sum(config.full_layers[layer] for layer in local)
     key = sum(role_bytes(key_arrays(key_form, config.kv_lora_rank, config.qk_rope_head_dim)).values())
     index = sum(role_bytes(index_arrays(index_form, config.index_head_dim)).values()) if owners else 0
@@ -128,17 +155,22 @@ def static_cost(
 
 def layout_cost(layout: CacheLayout) -> CacheCost:
     """Exact cost of a layout."""
+    expect("layout_cost", "layout", layout, CacheLayout, FIX_LAYOUT)
     return CacheCost(layout.bytes_per_token)
 
 
 def quota_for_tokens(layouts: CacheLayout | Sequence[CacheLayout], tokens: int) -> int:
     """Bytes that hold `tokens` tokens of context in every one of the layouts, without rounding to pages."""
-    return sum(layout.bytes_per_token for layout in _listed(layouts)) * tokens
+    check_whole("quota_for_tokens", tokens=tokens)
+    return sum(layout.bytes_per_token for layout in _listed("quota_for_tokens", layouts)) * tokens
 
 
 def tokens_for_quota(layouts: CacheLayout | Sequence[CacheLayout], quota_bytes: int) -> int:
     """Tokens that a quota holds in every one of the layouts, without rounding to pages."""
-    return max(quota_bytes, 0) // sum(layout.bytes_per_token for layout in _listed(layouts))
+    check_whole("tokens_for_quota", quota_bytes=quota_bytes)
+    return max(quota_bytes, 0) // sum(
+        layout.bytes_per_token for layout in _listed("tokens_for_quota", layouts)
+    )
 
 
 def quota_for_slots(layouts: CacheLayout | Sequence[CacheLayout], slots: int, *, grain_bytes: int = 1) -> int:
@@ -152,11 +184,12 @@ def quota_for_slots(layouts: CacheLayout | Sequence[CacheLayout], slots: int, *,
     Raises:
         ValueError: `slots` is negative or `grain_bytes` is not positive.
     """
+    check_whole("quota_for_slots", slots=slots, grain_bytes=grain_bytes)
     if slots < 0 or grain_bytes < 1:
         raise ValueError(
             f"quota_for_slots: slots={slots} must be >= 0 and grain_bytes={grain_bytes} at least 1"
         )
-    sizes = [pool.slot_bytes for layout in _listed(layouts) for pool in layout.pools]
+    sizes = [pool.slot_bytes for layout in _listed("quota_for_slots", layouts) for pool in layout.pools]
     return sum(-(-slots * size // grain_bytes) for size in sizes) * grain_bytes
 
 
@@ -176,7 +209,8 @@ def slots_for_quota(
     Raises:
         ValueError: `grain_bytes` is not positive.
     """
-    listed = _listed(layouts)
+    listed = _listed("slots_for_quota", layouts)
+    check_whole("slots_for_quota", quota_bytes=quota_bytes)
     quota_for_slots(listed, 0, grain_bytes=grain_bytes)  # refuses a wrong grain
     quota = max(quota_bytes, 0) // grain_bytes * grain_bytes
     low, high = 0, quota // sum(layout.bytes_per_slot for layout in listed)
@@ -209,20 +243,18 @@ def cache_quota(
     """
     if max_tokens is None and max_bytes is None:
         raise ValueError("cache_quota: neither max_tokens nor max_bytes is given; pass at least one of them")
-    problems = [
-        f"{name}={value} must be positive"
-        for name, value in (("max_tokens", max_tokens), ("max_bytes", max_bytes))
-        if value is not None and value < 1
-    ]
-    if not 0 < usable_fraction <= 1:
-        problems.append(f"usable_fraction={usable_fraction} must lie above 0 and at most at 1")
+    limits = {name: v for name, v in (("max_tokens", max_tokens), ("max_bytes", max_bytes)) if v is not None}
+    check_whole("cache_quota", **limits)
+    problems = [f"{name}={value} must be positive" for name, value in limits.items() if value < 1]
+    if not is_number(usable_fraction) or not 0 < usable_fraction <= 1:
+        problems.append(f"usable_fraction={described(usable_fraction)} must lie above 0 and at most at 1")
     if problems:
         raise ValueError("cache_quota: " + "; ".join(problems))
-    limits = [] if max_bytes is None else [max_bytes]
+    quotas = [] if max_bytes is None else [max_bytes]
     if max_tokens is not None:
         # A fraction of its decimal form: 0.95 means 95/100, and byte counts pass what a float holds exactly.
-        limits.append(math.ceil(quota_for_tokens(layouts, max_tokens) / Fraction(str(usable_fraction))))
-    return min(limits)
+        quotas.append(math.ceil(quota_for_tokens(layouts, max_tokens) / Fraction(str(usable_fraction))))
+    return min(quotas)
 
 
 def agree_on_tokens(layouts: Sequence[CacheLayout], quotas: Sequence[int]) -> tuple[int, tuple[int, ...]]:
@@ -237,6 +269,11 @@ def agree_on_tokens(layouts: Sequence[CacheLayout], quotas: Sequence[int]) -> tu
     Raises:
         ValueError: there is no rank, or the two sequences differ in length.
     """
+    if isinstance(layouts, CacheLayout) or not hasattr(layouts, "__len__") or not hasattr(quotas, "__len__"):
+        raise ValueError(
+            f"agree_on_tokens: layouts is {described(layouts)} and quotas {described(quotas)}, wanted a list of each; "
+            "pass one layout and one quota per rank"
+        )
     if not layouts or len(layouts) != len(quotas):
         raise ValueError(
             f"agree_on_tokens: {len(layouts)} layouts and {len(quotas)} quotas, wanted one of each per rank, "
@@ -250,18 +287,38 @@ def parse_bytes(text: str) -> int:
     """Reads "80GB" (80 * 10**9), "80GiB" (80 * 2**30) or a plain number of bytes.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: the text is no size, or more than 2**63 - 1 bytes.
 
     >>> parse_bytes("80GiB"), parse_bytes("1.5 kB")
     (85899345920, 1500)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     unit = match and match[2].upper()
     if not match or unit not in _UNITS:
-        raise ValueError(f"parse_bytes: {text!r} is no size; write for example 80GB, 80GiB or 85899345920")
+        raise ValueError(
+            f"parse_bytes: {described(text)} is no size; write for example 80GB, 80GiB or 85899345920"
+        )
     number, factor = match[1], _UNITS[unit or ""]
-    return int(number) * factor if number.isdigit() else round(float(number) * factor)
+    # Nobody writes so many digits for a size that exists, and Python refuses to read very long numbers.
+    if len(number) <= 400 and float(number) * factor < 2.0**63:
+        return int(number) * factor if number.isdigit() else round(float(number) * factor)
+    raise ValueError(
+        f"parse_bytes: {described(text)} is more than {MOST_BYTES:,} bytes; give the memory of one device"
+    )
 
 
-def _listed(layouts: CacheLayout | Sequence[CacheLayout]) -> Sequence[CacheLayout]:
-    return [layouts] if isinstance(layouts, CacheLayout) else list(layouts)
+def _listed(
+    operation: str, layouts: CacheLayout | Sequence[CacheLayout], name: str = "layouts"
+) -> Sequence[CacheLayout]:
+    if isinstance(layouts, CacheLayout):
+        return [layouts]
+    try:
+        listed = list(layouts)
+    except TypeError:
+        listed = []
+    if not listed or not all(isinstance(layout, CacheLayout) for layout in listed):
+        came = f"[{', '.join(map(described, listed))}]" if listed else described(layouts)
+        raise ValueError(
+            f"{operation}: {name} is {came}, wanted a CacheLayout or a list of them. {FIX_LAYOUT}"
+        )
+    return listed

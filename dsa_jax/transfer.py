@@ -7,8 +7,10 @@ one compiled copy serves any of them. Bytes are copied as they are, never decode
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from dsa_jax.arguments import described, expect
 from dsa_jax.cache import Cache
 
 
@@ -30,6 +32,7 @@ def copy_tokens(cache: Cache, source_rows: Array, target_rows: Array) -> Cache:
     Raises:
         ValueError: if the rows are not two ``int32`` vectors of one length.
     """
+    expect("copy_tokens", "cache", cache, Cache, _FIX)
     _check("copy_tokens", "rows", source_rows, target_rows)
     page_size, slots = cache.layout.page_size, cache.slots
     source_slot, target_slot = source_rows // page_size, target_rows // page_size  # -1 stays negative
@@ -59,6 +62,8 @@ def copy_pages(source: Cache, target: Cache, source_slots: Array, target_slots: 
     Raises:
         ValueError: if the layouts differ, or the slots are not two ``int32`` vectors of one length.
     """
+    expect("copy_pages", "source", source, Cache, _FIX)
+    expect("copy_pages", "target", target, Cache, _FIX)
     _check("copy_pages", "slots", source_slots, target_slots)
     if source.layout != target.layout:
         raise ValueError(
@@ -85,13 +90,17 @@ def _inside(index: Array, count: int) -> Array:
     return (index >= 0) & (index < count)
 
 
+_FIX = "Pass what Cache.create(layout, slots) or an op returned."
+
+
 def _check(operation: str, what: str, source: Array, target: Array) -> None:
     if (
-        source.ndim != 1
+        not all(isinstance(array, (Array, np.ndarray)) for array in (source, target))
+        or source.ndim != 1
         or source.shape != target.shape
         or {source.dtype, target.dtype} != {jnp.dtype("int32")}
     ):
         raise ValueError(
-            f"{operation}: source_{what} is {source.dtype}{list(source.shape)} and target_{what} "
-            f"{target.dtype}{list(target.shape)}; wanted int32[n] both. Pair every source with its target."
+            f"{operation}: source_{what} is {described(source)} and target_{what} {described(target)}; wanted "
+            "int32[n] both. Pair every source with its target."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from dsa_jax.arguments import described, is_whole
 from dsa_jax.coalesce import PoolSpec
 from dsa_jax.forms import Role, TokenArray, role_bytes
 
@@ -61,8 +62,9 @@ def typed_arrays(
     Raises:
         ValueError: `slots` is not positive, or buffers of different roles share a pool.
     """
-    if isinstance(slots, bool) or slots < 1:
-        raise ValueError(f"typed_arrays: slots={slots} must be at least 1")
+    if not is_whole(slots) or slots < 1:
+        raise ValueError(f"typed_arrays: slots={described(slots)} must be a whole number of at least 1")
+    slots = int(slots)
     for pool in pools:
         if len(pool.roles) > 1:
             raise ValueError(

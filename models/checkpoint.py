@@ -6,6 +6,7 @@ tree, except that each expert has tensors of its own in the file and all experts
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from dsa_jax.arguments import described
 from dsa_jax.models.config import ModelConfig
 from dsa_jax.models.decoder import Decoder
 from dsa_jax.models.norm import Buffer
@@ -54,11 +56,12 @@ def find(name: str | Path) -> Path:
     """
     if str(name) in available():
         return CHECKPOINTS / str(name)
-    if Path(name).is_dir():
-        return Path(name)
+    with contextlib.suppress(OSError):  # a name that no file system takes
+        if Path(name).is_dir():
+            return Path(name)
     shipped = ", ".join(available()) or "none"
     raise ValueError(
-        f"load: {str(name)!r} is neither a directory nor a shipped model (shipped: {shipped}). "
+        f"load: {described(str(name))} is neither a directory nor a shipped model (shipped: {shipped}). "
         f"Pass a directory with {CONFIG} and {WEIGHTS}."
     )
 
@@ -155,7 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}). Check the path.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, too many brackets
         raise ValueError(f"{path}: not JSON ({error}). Fetch the file again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object. Fetch the file again.")

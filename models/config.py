@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dsa_jax.arguments import described
 from dsa_jax.config import ARCHITECTURES, DSAConfig
+from dsa_jax.hf_fields import LARGEST
 
 _INTEGERS = (
     "vocab_size",
@@ -135,7 +137,7 @@ class ModelConfig:
         """
         dsa = DSAConfig.from_hf(mapping)
         problems = [
-            f"{name}={mapping[name]!r}; only {want!r} is supported"
+            f"{name}={described(mapping[name])}; only {want!r} is supported"
             for name, want in _FIXED
             if mapping.get(name, want) != want
         ]
@@ -146,7 +148,10 @@ class ModelConfig:
             if value is None:
                 problems.append(f"{name} is missing")
             elif not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-                problems.append(f"{name}={value!r} has the wrong type")
+                problems.append(f"{name}={described(value)} has the wrong type")
+            elif kind is not bool and not abs(value) <= LARGEST:  # Python's JSON knows NaN and Infinity
+                problems.append(f"{name}={described(value)} is out of range")
+                continue
             values[name] = float(value) if name in _NUMBERS and isinstance(value, int) else value
         end = mapping.get("eos_token_id")
         ends = [] if end is None else end if isinstance(end, list | tuple) else [end]
@@ -156,7 +161,8 @@ class ModelConfig:
             for t in (*ends, *([] if begin is None else [begin]))
         ):
             problems.append(
-                f"bos_token_id={begin!r} and eos_token_id={end!r} must be integers, a list of them, or left out"
+                f"bos_token_id={described(begin)} and eos_token_id={described(end)} must be integers, a list of them, "
+                "or left out"
             )
         if problems:
             raise ValueError(

@@ -57,6 +57,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}). Check the path.") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: the header is not JSON (too many brackets). Fetch it again.") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path}: the header is not JSON ({error}); not a safetensors file. Fetch it again."
@@ -143,7 +145,7 @@ def _check_entry(name: str, entry: Any) -> tuple[list[str], list[tuple[int, int,
         _naturals(entry.get("shape")),
         _naturals(entry.get("data_offsets")),
     )
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         return [f"{name}: dtype {dtype!r}, wanted one of {', '.join(DTYPES)}"], []
     if shape is None:
         return [f"{name}: shape {entry.get('shape')!r} is not a list of sizes"], []

@@ -147,7 +147,8 @@ def test_roles_in_one_pool_are_refused_by_name():
     layout = CacheLayout.create(model, key_form="fp8", index_form="fp8", page_size=16)
     for make in (Cache.create, Cache.abstract):
         with pytest.raises(
-            ValueError, match=r"Cache.create: .*key and index_key have 2112 bytes per page.*manager='v1'"
+            ValueError,
+            match=rf"{make.__qualname__}: .*key and index_key have 2112 bytes per page.*manager='v1'",
         ):
             make(layout, 2)
     Cache.create(

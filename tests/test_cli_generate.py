@@ -73,7 +73,24 @@ def test_text_and_table(capsys):
         (["generate", ""], "prompt 0 is empty; pass text"),
         (["generate", "a" * 9000], "shorten the prompt or ask for fewer tokens"),
         (["generate", "a", "--page-size", "48"], "power of two from 1 to 256"),
-        (["generate", "a", "--pool-tokens", "64", "--tokens", "100"], "more slots, or ask for less"),
+        (
+            ["generate", "a", "--pool-tokens", "64", "--tokens", "100"],
+            "pass --pool-tokens 128, or ask for fewer",
+        ),
+        (
+            ["generate", "a", "--draft", "1", "--page-size", "32", "--pool-tokens", "64", "--tokens", "100"],
+            "each need 128 in pages of 32; pass --pool-tokens 128, or ask for fewer --tokens",
+        ),
+        # 2**30 tokens of 4 layers with 1152 and 132 bytes each.
+        (["generate", "a", "--pool-tokens", "1073741824"], "takes 5,514,738,008,064 bytes: "),
+        (["generate", "a", "--pool-tokens", "1073741824", "--page-size", "1"], "pass fewer --pool-tokens"),
+        (
+            ["generate", "a", "--pool-tokens", "9" * 5000],
+            "'999999999999999999999999999999999999... is no count",
+        ),
+        (["generate", "a", "--tokens", "2147483648"], "give a whole number of at most 2147483647"),
+        (["generate", "a", "--model", "m" * 5000], "neither a directory nor a shipped model"),
+        (["generate", "a", "--implementation", "mosaic,triton"], "pass no --implementation or 'xla'"),
         (["generate", "a", "--tokens", "0"], "give a whole number of at least 1"),
         (["generate", "a", "--tokens", "-3"], "give a whole number of at least 1"),
         (["generate", "a", "--temperature", "-1"], "give a number of at least 0"),
@@ -83,7 +100,13 @@ def test_text_and_table(capsys):
         (["generate", "a", "--model", "nowhere"], "neither a directory nor a shipped model"),
         (["generate"], "the following arguments are required: PROMPT"),
         (["layout", "nowhere"], "one of the presets"),
-        (["layout", "glm-5", "--page-size", "3"], "power of two from 1 to 256"),
+        (["layout", "m" * 5000], "its config.json cannot be read (File name too long). Pass a folder with"),
+        (["layout", "glm-5", "--page-size", "3"], "--page-size 3: a page holds a power of two from 1 to 256"),
+        (
+            ["layout", "glm-5", "--page-size", "32", "--kv-dtype", "fp8_ds_mla"],
+            "use --page-size 64 or another --kv-dtype",
+        ),
+        (["layout", "glm-5", "--slots", "1" * 30], "give a whole number of at most 2147483647"),
     ],
 )
 def test_bad_input_is_explained(capsys, arguments, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -16,6 +17,11 @@ def v32(**changes):
     """DeepSeek-V3.2's mapping with fields replaced; None removes one."""
     mapping = dict(presets.PRESETS["deepseek-v3.2"]) | changes
     return {name: value for name, value in mapping.items() if value is not None}
+
+
+def yarn(**changes):
+    """A change to the parameters of YaRN."""
+    return {"rope_scaling": presets.PRESETS["deepseek-v3.2"]["rope_scaling"] | changes}
 
 
 def full_of(mask):
@@ -98,6 +104,14 @@ def test_fields_and_defaults(changes, field, wanted):
         ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "GlmMoeDsaForCausalLM"]),
         ({"architectures": None, "model_type": "llama"}, ["'llama'"]),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, ["index_n_heads=64", "DeepseekV32ForCausalLM"]),
+        ({"architectures": 5}, ["architectures=5 is neither a list of names nor a name", "Deepseek"]),
+        ({"architectures": [["GlmMoeDsaForCausalLM"]]}, ["architectures=[['GlmMoe", "list of names"]),
+        ({"architectures": {"GlmMoeDsaForCausalLM": 1}}, ["list of names"]),
+        ({"architectures": False}, ["architectures=False", "list of names"]),
+        ({"num_hidden_layers": 10**6}, ["num_hidden_layers=1000000 is too large, wanted at most 1,000"]),
+        ({"num_nextn_predict_layers": 10**9}, ["num_nextn_predict_layers=1000000000 is too large"]),
+        ({"v_head_dim": 10**5000}, ["v_head_dim=a int too long to print is too large"]),
+        ({"max_position_embeddings": 2**31}, ["max_position_embeddings=2147483648", "at most 2,147,483,647"]),
     ],
 )
 def test_refused_fields(changes, words):
@@ -135,6 +149,16 @@ def test_theta_nested_flat_and_equal(changes):
         ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, ["'linear'"]),
         ({"rope_theta": 0}, ["rope_theta=0"]),
         ({"rope_scaling": 4}, ["rope_scaling=4"]),
+        ({"rope_theta": math.inf}, ["rope_theta=inf is not a finite number"]),
+        ({"rope_theta": math.nan}, ["rope_theta=nan is not a positive number"]),
+        ({"rope_theta": 10**400}, ["is not a finite number"]),
+        (yarn(factor=math.inf), ["factor=inf is not a finite number"]),
+        (yarn(factor=-math.inf), ["factor=-inf is not a positive number"]),
+        (yarn(beta_fast=math.nan, beta_slow=math.inf), ["beta_fast=nan", "beta_slow=inf"]),
+        (yarn(original_max_position_embeddings=math.inf), ["original_max_position_embeddings=inf"]),
+        (yarn(original_max_position_embeddings=math.nan), ["original_max_position_embeddings=nan"]),
+        (yarn(original_max_position_embeddings=4096.5), ["4096.5 is not a whole number of tokens"]),
+        (yarn(rope_type=["yarn"], type=None), ["rope_type=['yarn'] is not supported"]),
         (
             {"rope_scaling": presets.PRESETS["deepseek-v3.2"]["rope_scaling"] | {"mscale": 0.5}},
             ["mscale=0.5", "mscale_all_dim=1.0"],
@@ -238,8 +262,49 @@ def test_glm_52_by_list_and_by_frequency():
         ({"index_n_heads": 0}, "index_n_heads is 0"),
         ({"num_heads": 0}, "num_heads=0"),
         ({"num_mtp_layers": -1}, "num_mtp_layers=-1"),
+        ({"num_heads": "8"}, "num_heads='8' must be a whole number"),
+        ({"index_topk": 2048.0}, "index_topk=2048.0 must be a whole number"),
+        ({"num_layers": True}, "num_layers=True must be a whole number"),
+        ({"num_layers": 1001, "full_layers": (True,) * 1002}, "num_layers=1001 is too large"),
+        ({"index_hadamard": "no"}, "index_hadamard='no' must be True or False"),
+        ({"full_layers": None}, "full_layers is None, wanted a tuple"),
+        ({"rope": {"theta": 1e4}}, "rope is {'theta': 10000.0}, wanted RopeParameters"),
     ],
 )
 def test_replaced_fields_are_checked(changes, word):
     with pytest.raises(ValueError, match=word):
         dataclasses.replace(preset("deepseek-v3.2"), **changes)
+
+
+@pytest.mark.parametrize("mapping", [None, [], "glm-5", 3])
+def test_what_is_no_mapping_is_refused(mapping):
+    with pytest.raises(
+        ValueError, match=r"from_hf: mapping is .*, wanted a Mapping. Pass the parsed config.json"
+    ):
+        DSAConfig.from_hf(mapping)
+
+
+@pytest.mark.parametrize("name", [None, ["glm-5"], 5])
+def test_what_is_no_name_is_no_preset(name):
+    with pytest.raises(ValueError, match="no model is called .*; choose one of deepseek-v3,"):
+        preset(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"theta": math.nan}, "theta=nan is not a positive number"),
+        ({"theta": "1e4"}, "theta='1e4'"),
+        ({"theta": 1e4, "factor": math.inf}, "factor=inf is not a finite number"),
+        ({"theta": 1e4, "type": "linear"}, "rope_type='linear' is not supported; use 'default' or 'yarn'"),
+        ({"theta": 1e4, "original_max_position_embeddings": 0.5}, "=0.5 must be a whole number"),
+    ],
+)
+def test_refused_rope_parameters(changes, words):
+    with pytest.raises(ValueError, match=f"RopeParameters: .*{words}"):
+        RopeParameters(**changes)
+
+
+def test_a_list_of_full_layers_becomes_hashable():
+    config = preset("glm-5.2")
+    assert dataclasses.replace(config, full_layers=list(config.full_layers)) == config

@@ -22,7 +22,17 @@ LONGEST_FILE = 500
 
 # From the bottom of the house to the top. A file may import from its own floor and from those below.
 FLOORS = (
-    ("compat", "forms", "quant", "hf_fields", "rope_parameters", "full_layers", "config", "presets"),
+    (
+        "arguments",
+        "compat",
+        "forms",
+        "quant",
+        "hf_fields",
+        "rope_parameters",
+        "full_layers",
+        "config",
+        "presets",
+    ),
     ("page_index", "coalesce", "pool_views", "typed_arrays", "layout_v1", "layout", "layout_text"),
     ("planning", "sizing", "selection", "chunking"),
     ("codec", "cache", "metadata", "transfer"),

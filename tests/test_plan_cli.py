@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from dsa_jax import presets
 from dsa_jax.cli import main
 from dsa_jax.config import preset
 from dsa_jax.planning import plan
@@ -87,14 +89,26 @@ def test_a_batch_that_does_not_fit_is_an_answer(capsys):
         ("glm-5.2 --gpu-memory 80GB --page-size 48", "a power of two from 1 to 256 tokens; use 64"),
         (
             "glm-5.2 --gpu-memory 80GB --kv-dtype fp8_ds_mla --page-size 32",
-            "use page_size=64 or another key_form",
+            "--page-size 32 with --kv-dtype fp8_ds_mla: the 656-byte token is defined for pages of 64 tokens only; use "
+            "--page-size 64 or another --kv-dtype",
         ),
         ("glm-5.2 --gpu-memory 80GB --batch 0", "give a whole number of at least 1"),
-        ("glm-5.2 --gpu-memory 80GB --context 2000000", "is longer than the model's 1048576 tokens"),
+        (
+            "glm-5.2 --gpu-memory 80GB --context 2000000",
+            "--context 2000000 is longer than the model's 1048576 tokens",
+        ),
         (
             "glm-5.2 --gpu-memory 80GB --weights 80GB",
             "use more memory, more ranks, a shorter context or a narrower form",
         ),
+        (
+            "glm-5.2 --gpu-memory 80GB --weights 80GB",
+            "--gpu-memory 80,000,000,000 less --weights 80,000,000,000 and",
+        ),
+        ("glm-5.2 --gpu-memory " + "9" * 5000, "is more than 9,223,372,036,854,775,807 bytes"),
+        ("glm-5.2 --gpu-memory " + "9" * 400 + ".5GB", "is more than 9,223,372,036,854,775,807 bytes"),
+        ("glm-5.2 --gpu-memory 80GB --weights 8388608TiB", "is more than"),
+        ("glm-5.2 --gpu-memory 80GB --batch 2147483648", "give a whole number of at most 2147483647"),
         ("no-such-model --gpu-memory 80GB", "one of the presets: deepseek-v3,"),
     ],
 )
@@ -103,3 +117,51 @@ def test_bad_input(capsys, arguments, words):
     assert (code, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
+
+
+CONFIG = dict(presets.PRESETS["deepseek-v3.2"])
+YARN = CONFIG["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (CONFIG | {"architectures": 5}, "architectures=5 is neither a list of names nor a name; set it to"),
+        (CONFIG | {"architectures": [{}]}, "architectures=[{}] is neither a list of names nor a name"),
+        (CONFIG | {"rope_scaling": YARN | {"factor": math.inf}}, "factor=inf is not a finite number"),
+        (
+            CONFIG | {"rope_scaling": YARN | {"original_max_position_embeddings": math.nan}},
+            "_embeddings=nan is not",
+        ),
+        (
+            CONFIG | {"num_hidden_layers": 10**6},
+            "num_hidden_layers=1000000 is too large, wanted at most 1,000",
+        ),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"num_hidden_layers": ' + "1" * 5000 + "}", "cannot be read as JSON"),
+        ("[]", "holds no JSON object"),
+    ],
+)
+def test_bad_configurations(capsys, tmp_path, content, words):
+    """NaN and Infinity are no JSON, but Python reads and writes them."""
+    (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    code, out, err = run(capsys, str(tmp_path), "--gpu-memory", "80GB")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert words in err
+
+
+def test_the_most_layers_are_planned(capsys, tmp_path):
+    """What is just allowed works: 1,000 layers of 1,152 and 132 bytes."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1000}))
+    code, out, _ = run(capsys, str(tmp_path), "--gpu-memory", "8TB", "--json")
+    assert code == 0
+    assert json.loads(out)["bytes_per_token"] == 1_284_000
+
+
+def test_drafts_of_a_model_without_prediction_layers(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_nextn_predict_layers": 0}))
+    code, out, err = run(capsys, str(tmp_path), "--gpu-memory", "80GB", "--draft")
+    assert (code, out) == (2, "")
+    assert (
+        "--draft is given, but DeepseekV32ForCausalLM has no prediction layers here; leave --draft out" in err
+    )

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dsa_jax.cache import PoolTooLarge
 from dsa_jax.cli.options import DEFAULT_MODEL, count, drafts, implementations, seed, temperature
 from dsa_jax.draft_engine import MOST_DRAFTS, DraftEngine
 from dsa_jax.engine import Engine
 from dsa_jax.layout import CacheLayout
 from dsa_jax.layout_text import text_table
+from dsa_jax.pages import OutOfPages
 
 POOL_TOKENS = 8192
 """Tokens that the page pool holds unless ``--pool-tokens`` says otherwise."""
@@ -84,8 +86,15 @@ def run(arguments: argparse.Namespace) -> None:
     engine, tokenizer, config = _build(arguments)
     begin = [] if config.bos_token_id is None else [config.bos_token_id]
     prompts = [begin + tokenizer.encode(prompt).ids for prompt in arguments.prompts]
-    engine.check(prompts, arguments.tokens, arguments.temperature)  # before the wait for compilation
-    engine.warmup(arguments.tokens)
+    try:
+        engine.check(prompts, arguments.tokens, arguments.temperature)  # before the wait for compilation
+    except OutOfPages as error:
+        wanted = engine.pages_needed(prompts, arguments.tokens) * arguments.page_size
+        raise ValueError(
+            f"generate: --pool-tokens is {arguments.pool_tokens}, the prompts and {arguments.tokens} new tokens each need "
+            f"{wanted} in pages of {arguments.page_size}; pass --pool-tokens {wanted}, or ask for fewer --tokens"
+        ) from error
+    engine.warmup(arguments.tokens, temperature=arguments.temperature, stop=config.eos_token_ids)
     made: list[list[int]] = [[] for _ in prompts]
     stream = _Stream(tokenizer, arguments.prompts, quiet=arguments.json)
     for new in engine.generate(
@@ -149,21 +158,27 @@ def _build(arguments: argparse.Namespace) -> tuple[Engine, Any, Any]:
         "max_requests": len(arguments.prompts),
         "max_length": config.dsa.max_position_embeddings,
     }
-    if not arguments.draft:
-        step, params = make_step(model, **options)
-        return Engine(step=step, params=params, **sizes), tokenizer, config
-    step, draft, params = make_speculative(model, **options)
-    engine = DraftEngine(
-        step=step,
-        params=params,
-        draft=draft,
-        draft_layout=CacheLayout.create(config.dsa, layers=(config.dsa.num_layers,), **forms),
-        draft_slots=slots,
-        drafts=arguments.draft,
-        share_selection=config.dsa.index_share_for_mtp_iteration,
-        **sizes,
-    )
-    return engine, tokenizer, config
+    try:
+        if not arguments.draft:
+            step, params = make_step(model, **options)
+            return Engine(step=step, params=params, **sizes), tokenizer, config
+        step, draft, params = make_speculative(model, **options)
+        engine = DraftEngine(
+            step=step,
+            params=params,
+            draft=draft,
+            draft_layout=CacheLayout.create(config.dsa, layers=(config.dsa.num_layers,), **forms),
+            draft_slots=slots,
+            drafts=arguments.draft,
+            share_selection=config.dsa.index_share_for_mtp_iteration,
+            **sizes,
+        )
+        return engine, tokenizer, config
+    except PoolTooLarge as error:
+        raise ValueError(
+            f"generate: --pool-tokens is {arguments.pool_tokens}, which takes {error.nbytes:,} bytes: {error.reason}; pass "
+            f"fewer --pool-tokens (the default is {POOL_TOKENS})"
+        ) from error
 
 
 class _Stream:
@@ -266,10 +281,10 @@ def _persist_compilations() -> None:
     """Keep compiled programs in the user's cache folder, so that later starts are short."""
     import jax
 
-    folder = Path.home() / ".cache" / "dsa_jax" / "compiled"
     try:
+        folder = Path.home() / ".cache" / "dsa_jax" / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # a read-only home costs time only
+    except (OSError, RuntimeError):
+        return  # no home, or one that is read-only, costs time only
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsa_jax import config as configs
 from dsa_jax import presets
+from dsa_jax.arguments import described
 from dsa_jax.config import DSAConfig
 from dsa_jax.draft_engine import MOST_DRAFTS
 
@@ -16,14 +17,22 @@ DEFAULT_MODEL = "docs-8m"
 """The model that ships with the library."""
 
 
+MOST = 2**31 - 1
+"""Largest count: positions, rows and slots are int32."""
+
+
 def count(text: str) -> int:
-    """An option's value as a whole number of at least 1."""
+    """An option's value as a whole number from 1 to 2**31 - 1."""
     try:
         value = int(text)
-    except ValueError:
+    except ValueError:  # also for more digits than Python reads
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{described(text)} is no count; give a whole number of at least 1")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(
+            f"{described(text)} is too large; give a whole number of at most {MOST}"
+        )
     return value
 
 
@@ -31,7 +40,7 @@ def drafts(text: str) -> int:
     """An option's value as a number of draft tokens."""
     if text not in {str(number) for number in range(MOST_DRAFTS + 1)}:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of draft tokens; give 0 (none) to {MOST_DRAFTS}"
+            f"{described(text)} is no number of draft tokens; give 0 (none) to {MOST_DRAFTS}"
         )
     return int(text)
 
@@ -43,7 +52,9 @@ def seed(text: str) -> int:
     except ValueError:
         value = -1
     if not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no seed; give a whole number from 0 to 4294967295")
+        raise argparse.ArgumentTypeError(
+            f"{described(text)} is no seed; give a whole number from 0 to 4294967295"
+        )
     return value
 
 
@@ -55,7 +66,7 @@ def temperature(text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no temperature; give a number of at least 0 (0: the best token)"
+            f"{described(text)} is no temperature; give a number of at least 0 (0: the best token)"
         )
     return value
 
@@ -65,7 +76,7 @@ def implementations(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not set(names) <= {"mosaic", "triton", "xla"}:
         raise argparse.ArgumentTypeError(
-            f"{text!r} names no implementation; give mosaic, triton, xla or several with commas between"
+            f"{described(text)} names no implementation; give mosaic, triton, xla or several with commas between"
         )
     return names
 
@@ -87,21 +98,22 @@ def find_config(model: str | None) -> tuple[str, DSAConfig]:
         spec = importlib.util.find_spec("dsa_jax.models")
         folders = spec.submodule_search_locations if spec else None
         path = Path(folders[0] if folders else "models") / "checkpoints" / DEFAULT_MODEL
-    if model is not None and (not model or not path.exists()):
-        raise ValueError(
-            f"model {model!r} is neither a preset nor a folder. Pass a folder with a config.json or one of the presets: "
-            f"{', '.join(presets.PRESETS)}."
-        )
-    file = path / "config.json" if path.is_dir() else path
+    wanted = f"Pass a folder with a config.json or one of the presets: {', '.join(presets.PRESETS)}."
+    shown = described(DEFAULT_MODEL if model is None else model)
     try:
-        mapping = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"model {model or DEFAULT_MODEL!r}: {file} cannot be read as JSON ({error}). Pass a folder with a "
-            f"config.json or one of the presets: {', '.join(presets.PRESETS)}."
-        ) from error
+        if model is not None and (not model or not path.exists()):
+            raise ValueError(f"model {shown} is neither a preset nor a folder. {wanted}")
+        file = path / "config.json" if path.is_dir() else path
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:  # also a name that no file system takes
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"model {shown}: its config.json cannot be read ({why}). {wanted}") from error
+    try:
+        mapping = json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, too many brackets
+        raise ValueError(f"model {shown}: {file} cannot be read as JSON ({error}). {wanted}") from error
     if not isinstance(mapping, dict):
         raise ValueError(
-            f"model {model!r}: {file} holds no JSON object; pass a Hugging Face style config.json."
+            f"model {shown}: {file} holds no JSON object; pass a Hugging Face style config.json."
         )
     return model or DEFAULT_MODEL, DSAConfig.from_hf(mapping)

@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
 
+from dsa_jax.arguments import described, expect
 from dsa_jax.cache import Cache
-from dsa_jax.metadata import Step
+from dsa_jax.compat import is_traced
+from dsa_jax.layout import Role
+from dsa_jax.metadata import Step, StepMetadata
+
+FIX_CACHE = "Pass what Cache.create(layout, slots) or another op returned."
+FIX_STEP = "Pass meta.derive(), called at the top of the jitted step."
+
+
+def check_cache(operation: str, cache: Any) -> None:
+    """Raise ValueError for anything but a cache, before anything looks into it."""
+    expect(operation, "cache", cache, Cache, FIX_CACHE)
+
+
+def check_step(operation: str, step: Any) -> None:
+    """Raise ValueError for anything but a derived step; the metadata that it is derived from is the usual mistake."""
+    if isinstance(step, StepMetadata):
+        raise ValueError(
+            f"{operation}: step is the StepMetadata itself, wanted the Step derived from it. {FIX_STEP}"
+        )
+    expect(operation, "step", step, Step, FIX_STEP)
+
+
+def check_layer(operation: str, cache: Cache, layer: int | Array, role: Role) -> None:
+    """Raise ValueError for a layer that has no pages of ``role``, before anything is computed.
+
+    A value is checked itself; a traced one cannot be, but where no layer has such pages it cannot be right either.
+    """
+    if getattr(layer, "shape", ()) != ():
+        raise ValueError(
+            f"{operation}: layer is {described(layer)}, wanted one local layer number, a Python int or an int32 scalar. "
+            "Call the op once per layer."
+        )
+    cache.check_layer(operation, role, layer)
+    if is_traced(layer) and not cache.layout.scale(role):
+        cache.check_layer(operation, role, 0)
 
 
 class Problems:
@@ -20,6 +56,9 @@ class Problems:
 
     def shape(self, name: str, array, wanted: Sequence[int | None], letters: str) -> None:
         """Note a shape that differs; None in ``wanted`` matches any size."""
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            self.found.append(f"{name} is {described(array)}, wanted an array [{letters}]")
+            return
         shape = tuple(array.shape)
         if len(shape) != len(wanted) or any(
             w is not None and s != w for s, w in zip(shape, wanted, strict=False)
@@ -29,8 +68,10 @@ class Problems:
 
     def dtype(self, name: str, array, wanted: Sequence[str]) -> None:
         """Note a dtype that is not one of ``wanted``; ``"float"`` stands for every float of 16 bits or more."""
-        name_of = np.dtype(array.dtype).name
-        is_float = jnp.issubdtype(array.dtype, jnp.floating) and np.dtype(array.dtype).itemsize >= 2
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            return  # ``shape`` says so
+        name_of = str(array.dtype)
+        is_float = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize >= 2
         if name_of not in wanted and not ("float" in wanted and is_float):
             self.found.append(f"{name} has dtype {name_of}, wanted {' or '.join(wanted)}")
 

@@ -34,7 +34,7 @@ def test_b01_more_rows_than_int32_counts_are_refused():
     layout = cases.layout(page_size=64)
     Cache.abstract(layout, 2**25)  # the last row is 2**31 - 1
     for slots in (2**25 + 1, 2**40):
-        with pytest.raises(ValueError, match=r"Cache.create: .*slots"):
+        with pytest.raises(ValueError, match=r"Cache.abstract: .*slots"):
             Cache.abstract(layout, slots)
 
 

@@ -1,7 +1,8 @@
 """Whole decode loops with the shipped model: ``python -m benchmarks.loops_check --json FILE``.
 
-Compares one program for all tokens with a step loop (donated cache, tokens stay on the device) and with speculation, and
-counts launches. The same comparison runs on a CPU with ``--tokens 4 --batches 1``.
+Compares one program for all tokens with a step loop (donated cache, tokens stay on the device) and with speculation, counts
+launches, and times the predicate of the speculative ``while`` against the same turns in a loop of fixed length. The same
+comparison runs on a CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Loops:
         self.plain = jax.jit(partial(decode_loop, self.step, count=tokens), donate_argnames="cache")
         self.single = jax.jit(partial(decode_loop, self.step, count=1), donate_argnames="cache")
         self.speculative = jax.jit(
-            partial(speculative_loop, self.step, self.draft, count=tokens), donate_argnames="caches"
+            partial(speculative_loop, self.step, self.draft, count=tokens),
+            donate_argnames="caches",
+            static_argnames="turns",
         )
         self.sampling = Sampling.create()
 
@@ -103,16 +106,16 @@ class Loops:
         self.caches = (cache, self.caches[1])
         return written
 
-    def speculate(self):
-        """One draft token a turn, all turns in one program."""
+    def speculate(self, turns: int | None = None):
+        """One draft token a turn, all turns in one program; with their number given there is no predicate."""
         self.caches, _, written = self.speculative(
             params=self.params, caches=self.caches, batch=self.draft_batch, draft_table=self.table,
-            sampling=self.sampling,
+            sampling=self.sampling, turns=turns,
         )  # fmt: skip
         return written
 
 
-def seconds(call: Callable[[], Any], repeats: int = 3) -> float:
+def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
     """Best wall time of a call after one unmeasured turn."""
     jax.block_until_ready(call())
     best = float("inf")
@@ -131,10 +134,17 @@ def launches(call: Callable[[], Any]) -> int | None:
 def compare(loops: Loops, prompts: Sequence[Sequence[int]]) -> Row:
     """The three ways on one batch."""
     loops.start(prompts)
-    calls = {"program": loops.one_program, "steps": loops.step_loop, "drafts": loops.speculate}
+    turns = int(loops.speculate().turns)
+    calls = {
+        "program": loops.one_program,
+        "steps": loops.step_loop,
+        "drafts": loops.speculate,
+        "drafts, fixed": partial(loops.speculate, turns),
+    }
     times = {name: seconds(call) for name, call in calls.items()}
     plain, drafted = loops.one_program(), loops.speculate()
     equal = np.asarray(plain.tokens) == np.asarray(drafted.tokens)
+    launched = launches(loops.speculate)
     return {
         "batch": loops.requests,
         "tokens": loops.tokens,
@@ -142,28 +152,19 @@ def compare(loops: Loops, prompts: Sequence[Sequence[int]]) -> Row:
         "program over steps": times["steps"] / times["program"],
         "drafts over program": times["program"] / times["drafts"],
         "accepted": int(drafted.accepted.sum()) / max(int(drafted.drafted.sum()), 1),
-        "turns": int(drafted.turns),
+        "turns": turns,
+        "predicate_us_a_turn": 1e6 * (times["drafts"] - times["drafts, fixed"]) / turns,
         "equal up to": [int(row.argmin()) if not row.all() else len(row) for row in equal],
         "launches a token": {
             "program": _per(launches(loops.one_program), loops.tokens),
-            "drafts": _per(launches(loops.speculate), loops.tokens),
+            "drafts": _per(launched, loops.tokens),
         },
+        "launches a turn": _per(launched, turns),
     }
 
 
 def _per(count: int | None, tokens: int) -> float | None:
     return None if count is None else count / tokens
-
-
-def accepted_share(loops: Loops, prompts: Sequence[Sequence[int]]) -> Row:
-    """Kept draft tokens over all prompts, in batches."""
-    accepted = drafted = used = 0
-    for first in range(0, len(prompts) - loops.requests + 1, loops.requests):
-        loops.start(prompts[first : first + loops.requests])
-        written = loops.speculate()
-        accepted, drafted = accepted + int(written.accepted.sum()), drafted + int(written.drafted.sum())
-        used += loops.requests
-    return {"prompts": used, "accepted": accepted / max(drafted, 1)}
 
 
 def derive_time(layout: CacheLayout, requests: int = 256, next_n: int = 8) -> dict[str, float]:
@@ -180,9 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="docs-8m")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
-        "--prompts", type=Path, help="JSON list of texts; the samples of the checkpoint by default"
+        "--prompts", type=Path, help="JSON list of texts; the samples of the checkpoint, repeated, by default"
     )
     parser.add_argument("--derive-requests", type=int, default=256)
     parser.add_argument("--json", type=Path)
@@ -198,13 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loops: Loops | None = None
     for size in options.batches:
         loops = Loops(options.model, size, options.tokens)
-        rows.append(compare(loops, prompts[:size]))
+        rows.append(compare(loops, [prompts[i % len(prompts)] for i in range(size)]))
         print(json.dumps(rows[-1]), flush=True)
     assert loops is not None
-    rows.append(accepted_share(loops, prompts))
     rows.append({"derive_us": derive_time(loops.layouts[0], options.derive_requests)})
-    for row in rows[-2:]:
-        print(json.dumps(row), flush=True)
+    print(json.dumps(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"device": str(jax.devices()[0]), "rows": rows}, indent=1))
 

@@ -8,13 +8,17 @@ stay in memory, lie beyond every limit, and are overwritten when the sequence ge
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dsa_jax.layout import CacheLayout
+from dsa_jax.arguments import described, expect, is_whole
+from dsa_jax.layout import FIX_LAYOUT, CacheLayout
 from dsa_jax.metadata import StepMetadata
+
+_FIX_META = "Pass what StepMetadata.create returned, not the step derived from it."
 
 
 def draft_metadata(
@@ -43,18 +47,22 @@ def draft_metadata(
     Raises:
         ValueError: if the table or ``new_lens`` is not for the target's requests.
     """
+    expect("draft_metadata", "target", target, StepMetadata, _FIX_META)
+    expect("draft_metadata", "draft_layout", draft_layout, CacheLayout, FIX_LAYOUT)
     requests = target.bucket.requests
     problems = []
     if (
-        draft_page_table.ndim != 2
+        getattr(draft_page_table, "ndim", None) != 2
         or draft_page_table.shape[0] != requests
         or draft_page_table.dtype != jnp.int32
     ):
         problems.append(
-            f"draft_page_table is {draft_page_table.dtype}{list(draft_page_table.shape)}, wanted int32[{requests}, W_draft]"
+            f"draft_page_table is {described(draft_page_table)}, wanted int32[{requests}, W_draft]"
         )
-    if new_lens is not None and (new_lens.shape != (requests,) or new_lens.dtype != jnp.int32):
-        problems.append(f"new_lens is {new_lens.dtype}{list(new_lens.shape)}, wanted int32[{requests}]")
+    if new_lens is not None and (
+        getattr(new_lens, "shape", None) != (requests,) or new_lens.dtype != jnp.int32
+    ):
+        problems.append(f"new_lens is {described(new_lens)}, wanted int32[{requests}]")
     if next_n is not None and next_n < 1:
         problems.append(f"next_n is {next_n}, wanted at least 1")
     if problems:
@@ -84,25 +92,48 @@ def rewind(meta: StepMetadata, kept: Array) -> StepMetadata:
 
     Returns:
         Metadata whose ``new_lens`` are the kept tokens and whose ``kv_lens`` end with them.
+
+    Raises:
+        ValueError: ``kept`` has no whole number for each request.
     """
+    _check_lens("rewind", meta, "kept", kept)
     kept = jnp.clip(kept, 0, meta.new_lens)
     return replace(meta, kv_lens=meta.kv_lens - meta.new_lens + kept, new_lens=kept)
 
 
-def advance(meta: StepMetadata, new_lens: Array, *, next_n: int | None = None) -> StepMetadata:
+def advance(
+    meta: StepMetadata, new_lens: Array, *, pages: Array | None = None, next_n: int | None = None
+) -> StepMetadata:
     """Metadata of the step after ``meta`` that adds ``new_lens`` tokens to each request.
+
+    Inside of the jitted step it costs the host nothing: facts stay on the device, and only new pages are sent there.
 
     Args:
         meta: metadata of the last step, rewound to what was kept of it.
         new_lens: ``int32[R]``; 0 leaves a request out.
+        pages: ``int32[A, 3]`` pages handed out since: request, column of its table, slot. A row with a negative entry, or
+            one outside of the table, is none.
         next_n: token places of each decode request in the new step, if they change.
     """
+    _check_lens("advance", meta, "new_lens", new_lens)
+    problems = []
     if next_n is not None and next_n < 1:
-        raise ValueError(
-            f"advance: next_n is {next_n}, wanted at least 1. Leave it out to keep the bucket's."
+        problems.append(f"next_n is {next_n}, wanted at least 1. Leave it out to keep the bucket's")
+    if pages is not None and (
+        getattr(pages, "ndim", None) != 2 or pages.shape[1] != 3 or pages.dtype != jnp.int32
+    ):
+        problems.append(
+            f"pages is {described(pages)}, wanted int32[A, 3]. Give request, column and slot of each"
         )
+    if problems:
+        raise ValueError("advance: " + "; ".join(problems) + ".")
+    table = meta.page_table
+    if pages is not None:
+        # A negative number would count from the end: such rows go to a request that does not exist, and are dropped.
+        request = jnp.where(jnp.all(pages >= 0, axis=1), pages[:, 0], table.shape[0])
+        table = table.at[request, pages[:, 1]].set(pages[:, 2], mode="drop")
     bucket = replace(meta.bucket, next_n=next_n or meta.bucket.next_n)
-    return replace(meta, kv_lens=meta.kv_lens + new_lens, new_lens=new_lens, bucket=bucket)
+    return replace(meta, page_table=table, kv_lens=meta.kv_lens + new_lens, new_lens=new_lens, bucket=bucket)
 
 
 def accept_greedy(logits: Array, drafts: Array, draft_lens: Array) -> tuple[Array, Array]:
@@ -167,26 +198,41 @@ def accept_sampled(
     return accepted, token.astype(jnp.int32)
 
 
-def probabilities(logits: Array, temperature: Array | float, top_p: Array | float = 1.0) -> Array:
+def probabilities(logits: Array, temperature: Array | float, top_p: Array | float | None = None) -> Array:
     """What is drawn from: softmax of ``logits / temperature``, cut to the smallest set of tokens with mass ``top_p``.
 
     Args:
         logits: ``float32[..., V]``.
         temperature: positive; 0 puts all mass on the best token, the lowest id among equals.
         top_p: in (0, 1]; tokens are taken by falling probability, lower ids first among equals, until their mass reaches it.
+            None keeps all tokens without sorting them.
 
     Returns:
         ``float32[..., V]`` that sum to 1.
     """
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     p = jax.nn.softmax(logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
-    order = jnp.argsort(-p, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(p, order, axis=-1)
-    before = jnp.cumsum(ranked, axis=-1) - ranked
-    kept = jnp.where(before < top_p, ranked, 0.0)
-    p = jnp.put_along_axis(jnp.zeros_like(p), order, kept, axis=-1, inplace=False)
-    p = p / jnp.sum(p, axis=-1, keepdims=True)
+    if top_p is not None:
+        order = jnp.argsort(-p, axis=-1, stable=True)
+        ranked = jnp.take_along_axis(p, order, axis=-1)
+        before = jnp.cumsum(ranked, axis=-1) - ranked
+        kept = jnp.where(before < top_p, ranked, 0.0)
+        p = jnp.put_along_axis(jnp.zeros_like(p), order, kept, axis=-1, inplace=False)
+        p = p / jnp.sum(p, axis=-1, keepdims=True)
     return jnp.where(temperature > 0, p, greedy)
+
+
+def _check_lens(operation: str, meta: StepMetadata, name: str, lens: Any) -> None:
+    """Raise ValueError unless there is a whole number for each request, or one for all of them."""
+    expect(operation, "meta", meta, StepMetadata, _FIX_META)
+    wanted = meta.new_lens.shape
+    known = hasattr(lens, "shape") and hasattr(lens, "dtype")
+    each = known and lens.shape in ((), wanted) and jnp.issubdtype(lens.dtype, jnp.integer)
+    if not each and not is_whole(lens):
+        raise ValueError(
+            f"{operation}: {name} is {described(lens)}, wanted int32{list(wanted)}. Give the tokens of each request, unused "
+            "places included."
+        )
 
 
 def _leading(good: Array, lens: Array) -> Array:

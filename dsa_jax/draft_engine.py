@@ -7,7 +7,7 @@ still comes out while it is made; within a block nothing is asked of the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from jax import Array
 from dsa_jax import loops
 from dsa_jax.cache import Cache
 from dsa_jax.draft import draft_metadata
-from dsa_jax.engine import Engine, Generated, padded, reserve
+from dsa_jax.engine import Engine, Generated, padded, reserve, table_array
 from dsa_jax.layout import CacheLayout
 from dsa_jax.loops import DraftBatch, Sampling, speculative_loop
 from dsa_jax.metadata import StepMetadata
@@ -74,11 +74,15 @@ class DraftEngine(Engine):
         loop = partial(speculative_loop, main, self.draft, share_selection=self.share_selection)
         self._loop = jax.jit(loop, static_argnums=(4,), donate_argnums=(1,))
 
-    def warmup(self, tokens: int | None = None) -> float:
+    def warmup(
+        self, tokens: int | None = None, *, temperature: float = 0.0, stop: Sequence[int] = ()
+    ) -> float:
         """Compile the programs by running them on empty batches, which change nothing.
 
         Args:
             tokens: new tokens that ``generate`` will be asked for, which sets the length of a block; None for many.
+            temperature: that it will be asked for; programs for 0 and for more are not the same.
+            stop: tokens that it will be given; their number is part of a program.
 
         Returns:
             Seconds it took.
@@ -89,7 +93,7 @@ class DraftEngine(Engine):
         count = self.block if tokens is None else self._block(tokens)[0]
         if count:
             batch = self._batch([], [], [], np.asarray(states), [])
-            self._write(batch, self._draft_table([]), count, Sampling.create())
+            self._write(batch, self._draft_table([]), count, self._sampling(temperature, stop))
         self.timing.compile_seconds = time.perf_counter() - begin
         return self.timing.compile_seconds
 
@@ -145,7 +149,7 @@ class DraftEngine(Engine):
         requests = range(len(prompts))
         live = [last[r] not in stop for r in requests]
         made = [1] * len(prompts)
-        sampling = replace(Sampling.create(0, temperature, stop=tuple(sorted(stop))), key=key)
+        sampling = replace(self._sampling(temperature, stop), key=key)
         table = self._draft_table(tables.draft)
         states = np.stack([tables.states[r] for r in requests])
         batch = self._batch(
@@ -227,9 +231,12 @@ class DraftEngine(Engine):
 
     def _draft_table(self, tables: Sequence[Sequence[int]]) -> Array:
         table = np.full((self.max_requests, self.draft_width), -1, np.int32)
-        for row, slots in enumerate(tables):
-            table[row, : len(slots)] = slots
+        table[: len(tables)] = table_array(tables, self.draft_width)
         return jnp.array(table)
+
+    @staticmethod
+    def _sampling(temperature: float, stop: Iterable[int]) -> Sampling:
+        return Sampling.create(0, temperature, stop=tuple(sorted(set(stop))))
 
     def _mask(self, live: Sequence[bool]) -> Array:
         return jnp.array([*live] + [False] * (self.max_requests - len(live)))

@@ -19,7 +19,7 @@ from jax import Array
 from dsa_jax.cache import Cache
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
-from dsa_jax.pages import PagePoolState, free, grow
+from dsa_jax.pages import OutOfPages, PagePoolState, free, grow
 
 StepFunction = Callable[[Any, Cache, StepMetadata, Array], tuple[Cache, Array]]
 
@@ -115,11 +115,13 @@ class Engine:
         """Positions that a run may write; the last token is never written."""
         return len(prompt) + tokens - 1
 
-    def warmup(self, tokens: int | None = None) -> float:
+    def warmup(
+        self, tokens: int | None = None, *, temperature: float = 0.0, stop: Sequence[int] = ()
+    ) -> float:
         """Compile both buckets by running them on empty batches, which change nothing.
 
         Args:
-            tokens: new tokens that ``generate`` will be asked for; of no importance here.
+            tokens, temperature, stop: what ``generate`` will be asked for; of no importance here.
 
         Returns:
             Seconds it took.
@@ -170,9 +172,9 @@ class Engine:
             self._release(names)
 
     def _reserve(self, names: Sequence[object], lengths: Sequence[int]) -> Any:
-        """All pages that the sequences will need, so that none can run dry half-way."""
+        """All pages that the sequences will need, so that none can run dry half-way: ``int32[prompts, W]``."""
         self.pool, tables = reserve(self.pool, names, lengths)
-        return tables
+        return table_array(tables, self.decode_bucket.table_width)
 
     def _release(self, names: Sequence[object]) -> None:
         for name in names:
@@ -193,7 +195,7 @@ class Engine:
                 length[request] += 1
             logits = self._run(
                 self.decode_bucket,
-                [tables[r] for r in live],
+                tables[live],
                 [length[r] for r in live],
                 [1] * len(live),
                 [last[r] for r in live],
@@ -245,7 +247,7 @@ class Engine:
         """Logits of one prefill step over ``batch``, pieces of prompts of which ``done`` tokens are fed with it."""
         return self._run(
             self.prefill_bucket,
-            [tables[r] for r, _ in batch],
+            tables[[r for r, _ in batch]],
             [done[r] for r, _ in batch],
             [len(piece) for _, piece in batch],
             [token for _, piece in batch for token in piece],
@@ -266,7 +268,7 @@ class Engine:
         return np.asarray(drawn)[:count].tolist()
 
     def check(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> None:
-        """Raise ValueError naming everything that ``generate`` would refuse; runs nothing."""
+        """Raise ValueError naming everything that ``generate`` would refuse (OutOfPages: the pages alone); runs nothing."""
         problems = []
         if tokens < 1:
             problems.append(f"tokens is {tokens}, wanted at least 1")
@@ -282,11 +284,16 @@ class Engine:
                     f"prompt {number} has {len(prompt)} tokens; with {tokens} new ones that is more than the context of "
                     f"{self.max_length}: shorten the prompt or ask for fewer tokens"
                 )
-        if not problems:
-            lengths = [self._positions(prompt, tokens) for prompt in prompts]
-            problems += self._page_problems(self.pool, "pool", lengths, tokens)
         if problems:
             raise ValueError("generate: " + "; ".join(problems) + ".")
+        lengths = [self._positions(prompt, tokens) for prompt in prompts]
+        problems = self._page_problems(self.pool, "pool", lengths, tokens)
+        if problems:
+            raise OutOfPages("generate: " + "; ".join(problems) + ".")
+
+    def pages_needed(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+        """Pages of the cache that ``generate`` reserves for these prompts and so many new tokens each."""
+        return sum(self.pool.pages_for(self._positions(prompt, tokens)) for prompt in prompts)
 
     @staticmethod
     def _page_problems(pool: PagePoolState, name: str, lengths: Sequence[int], tokens: int) -> list[str]:
@@ -315,6 +322,14 @@ def reserve(
         pool, slots = grow(pool, name, length)
         tables.append(slots)
     return pool, tables
+
+
+def table_array(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Slots of each request as rows of ``int32[requests, width]``, -1 behind them."""
+    array = np.full((len(tables), width), -1, np.int32)
+    for row, slots in zip(array, tables, strict=True):
+        row[: len(slots)] = slots
+    return array
 
 
 def padded(tokens: Sequence[int], places: int) -> Array:

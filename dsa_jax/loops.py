@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax.cache import Cache
-from dsa_jax.draft import accept_sampled, advance, draft_metadata, probabilities, rewind
+from dsa_jax.draft import accept_greedy, accept_sampled, advance, draft_metadata, probabilities, rewind
 from dsa_jax.metadata import StepMetadata
 
 Step = Callable[[Any, Cache, StepMetadata, Array], tuple[Cache, Array, Array]]
@@ -29,23 +29,26 @@ Draft = Callable[..., tuple[Cache, Array, Array, Array]]
 class Sampling:
     """How tokens are drawn.
 
+    What is None is known when a loop is traced, and costs nothing in it: no softmax, no random numbers, no sort.
+
     Attributes:
         key: JAX random key; a draw depends on it, the request's place and its position alone.
-        temperature: ``float32`` scalar; 0 takes the best token.
-        top_p: ``float32`` scalar in (0, 1].
+        temperature: ``float32`` scalar; None (and 0, for programs of any temperature) takes the best token, the lowest id
+            among equals.
+        top_p: ``float32`` scalar in (0, 1]; None for all tokens.
         stop: ``int32[S]`` tokens that end a request; they are part of the output.
     """
 
     key: Array
-    temperature: Array
-    top_p: Array
+    temperature: Array | None
+    top_p: Array | None
     stop: Array
 
     @classmethod
     def create(
         cls, seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, stop: tuple[int, ...] = ()
     ) -> Sampling:
-        """Sampling from plain numbers.
+        """Sampling from plain numbers; temperature 0 and top_p 1 become None.
 
         Raises:
             ValueError: for a negative temperature or a top_p outside (0, 1].
@@ -57,8 +60,8 @@ class Sampling:
             )
         return cls(
             key=jax.random.key(seed),
-            temperature=jnp.float32(temperature),
-            top_p=jnp.float32(top_p),
+            temperature=jnp.float32(temperature) if temperature else None,
+            top_p=jnp.float32(top_p) if top_p < 1 else None,
             stop=jnp.array(stop, jnp.int32),
         )
 
@@ -67,6 +70,42 @@ class Sampling:
         key = jax.random.fold_in(self.key, stream)
         place = jnp.arange(positions.shape[0], dtype=jnp.int32)
         return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(key, r), p))(place, positions)
+
+    def draw(self, logits: Array, positions: Array, stream: int = 0) -> tuple[Array, Array | None]:
+        """One token for each request, and what it was drawn from.
+
+        Args:
+            logits: ``float32[R, V]``.
+            positions: ``int32[R]`` of the tokens before the drawn ones.
+            stream: tells apart what is drawn for the same position.
+
+        Returns:
+            ``int32[R]`` and ``float32[R, V]`` probabilities, None where the best token is taken.
+        """
+        if self.temperature is None:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        p = probabilities(logits, self.temperature, self.top_p)
+        return jax.vmap(jax.random.categorical)(self.keys(positions, stream), jnp.log(p)).astype(jnp.int32), p
+
+    def accept(
+        self, logits: Array, positions: Array, drafts: Array, given: Array | None
+    ) -> tuple[Array, Array]:
+        """How many drafts of each request to keep, and the token after them.
+
+        Args:
+            logits: ``float32[R, m + 1, V]`` of the target.
+            positions: ``int32[R]`` that the draws depend on.
+            drafts: ``int32[R, m]`` from ``draw``.
+            given: ``float32[R, m, V]`` that they were drawn from, None where the best token is taken.
+
+        Returns:
+            ``int32[R]`` accepted drafts and ``int32[R]``, the token after them.
+        """
+        every = jnp.full(drafts.shape[:1], drafts.shape[1], jnp.int32)
+        if self.temperature is None or given is None:
+            return accept_greedy(logits, drafts, every)
+        target = probabilities(logits, self.temperature, self.top_p)
+        return accept_sampled(self.keys(positions), target, given, drafts, every)
 
     def stops(self, tokens: Array) -> Array:
         """Which of ``int32[...]`` tokens end their request."""
@@ -160,7 +199,9 @@ def decode_loop(
         step: the main model.
         params: its weights.
         cache: holds ``batch.meta.kv_lens`` tokens of each request, with pages for ``count`` more.
-        batch: where the requests stand; its bucket has decode requests only and ``next_n`` 1.
+        batch: where the requests stand; its bucket has decode requests only. Of ``next_n`` token places of a request all
+            but the first stay empty: more than one make the products of this loop as wide as those of a verification, so
+            that both round alike.
         count: static number of tokens.
         sampling: how to draw.
 
@@ -170,15 +211,17 @@ def decode_loop(
     Raises:
         ValueError: for another kind of bucket or a count below 1.
     """
-    _check("decode_loop", batch.meta, count, next_n=1)
+    places = batch.meta.bucket.next_n
+    _check("decode_loop", batch.meta, count, next_n=places)
     requests = batch.last.shape[0]
 
     def turn(i, state):
         cache, batch, written = state
         live = batch.live.astype(jnp.int32)
         meta = advance(batch.meta, live)
-        cache, logits, _ = step(params, cache, meta, batch.last)
-        token = _draw(logits, meta.kv_lens, sampling)
+        tokens = jnp.pad(batch.last[:, None], ((0, 0), (0, places - 1))).reshape(-1)
+        cache, logits, _ = step(params, cache, meta, tokens)
+        token, _ = sampling.draw(logits.reshape(requests, places, -1)[:, 0], meta.kv_lens)
         written = written.at[:, i].set(jnp.where(batch.live, token, -1))
         last = jnp.where(batch.live, token, batch.last)
         return cache, Batch(last=last, meta=meta, live=batch.live & ~sampling.stops(token)), written
@@ -205,6 +248,7 @@ def speculative_loop(
     sampling: Sampling,
     *,
     share_selection: bool = False,
+    turns: int | None = None,
 ) -> tuple[tuple[Cache, Cache], DraftBatch, Written]:
     """Write ``count`` tokens for every live request, several a model step where drafts are accepted.
 
@@ -223,22 +267,25 @@ def speculative_loop(
         count: static number of tokens.
         sampling: how to draw; drafts are drawn by the same rule.
         share_selection: later draft tokens attend to the selection of the first (GLM-5.2).
+        turns: static number of model steps; None for as many as it takes, which is a ``while`` whose predicate the host
+            reads before every turn. With a fixed number no predicate is read; turns after the last request has ended
+            change nothing, and requests may be left with fewer than ``count`` tokens, still live.
 
     Returns:
         Caches and batch after the last kept token, and the tokens. A request ends at ``count`` tokens or a stop token; what
         a turn gave beyond is dropped, and the batch stands where the output ends.
 
     Raises:
-        ValueError: for another kind of bucket, fewer than two token places, or a count below 1.
+        ValueError: for another kind of bucket, fewer than two token places, or a count or number of turns below 1.
     """
     places = batch.meta.bucket.next_n
-    _check("speculative_loop", batch.meta, count, next_n=max(places, 2))
+    _check("speculative_loop", batch.meta, count, next_n=max(places, 2), turns=turns)
     drafts, requests = places - 1, batch.live.shape[0]
     place = jnp.arange(places, dtype=jnp.int32)[None, :]
     request = jnp.arange(requests, dtype=jnp.int32)[:, None]
 
-    def propose(cache: Cache, batch: DraftBatch) -> tuple[Cache, Array, Array]:
-        """Draft tokens ``int32[R, drafts]`` and the probabilities that they were drawn from."""
+    def propose(cache: Cache, batch: DraftBatch) -> tuple[Cache, Array, Array | None]:
+        """Draft tokens ``int32[R, drafts]`` and the probabilities that they were drawn from, if they were drawn."""
         live = batch.live.astype(jnp.int32)
         meta = draft_metadata(batch.meta, cache.layout, draft_table, batch.meta.new_lens * live)
         newest = jnp.maximum(batch.meta.new_lens - 1, 0)
@@ -251,11 +298,11 @@ def speculative_loop(
                 meta = advance(meta, live, next_n=1)
                 reused = rows if share_selection else None
                 cache, logits, state, _ = draft(params, cache, meta, tokens[-1], state, reused)
-            p = probabilities(logits, sampling.temperature, sampling.top_p)
-            keys = sampling.keys(meta.kv_lens, stream=1 + number)
-            tokens.append(jax.vmap(jax.random.categorical)(keys, jnp.log(p)).astype(jnp.int32))
+            token, p = sampling.draw(logits, meta.kv_lens, stream=1 + number)
+            tokens.append(token)
             given.append(p)
-        return cache, jnp.stack(tokens, axis=1), jnp.stack(given, axis=1)
+        drawn = None if given[0] is None else jnp.stack(given, axis=1)
+        return cache, jnp.stack(tokens, axis=1), drawn
 
     def turn(state):
         (cache, draft_cache), batch, written = state
@@ -264,9 +311,8 @@ def speculative_loop(
         meta = advance(batch.meta, live * places)
         tokens = jnp.concatenate([batch.last[:, None], proposed], axis=1)
         cache, logits, hidden = step(params, cache, meta, tokens.reshape(-1))
-        target = probabilities(logits.reshape(requests, places, -1), sampling.temperature, sampling.top_p)
-        every = jnp.full((requests,), drafts, jnp.int32)
-        accepted, token = accept_sampled(sampling.keys(meta.kv_lens), target, given, proposed, every)
+        logits = logits.reshape(requests, places, -1)
+        accepted, token = sampling.accept(logits, meta.kv_lens, proposed, given)
 
         # The accepted drafts, then the target's own token; cut at the count and after a stop token.
         output = jnp.where(place < accepted[:, None], jnp.pad(proposed, ((0, 0), (0, 1))), token[:, None])
@@ -298,12 +344,10 @@ def speculative_loop(
     zero = jnp.zeros((requests,), jnp.int32)
     empty = jnp.full((requests, count), -1, jnp.int32)
     written = Written(tokens=empty, counts=zero, turns=jnp.int32(0), accepted=zero, drafted=zero)
-    return lax.while_loop(lambda state: jnp.any(state[1].live), turn, (caches, batch, written))
-
-
-def _draw(logits: Array, positions: Array, sampling: Sampling) -> Array:
-    p = probabilities(logits, sampling.temperature, sampling.top_p)
-    return jax.vmap(jax.random.categorical)(sampling.keys(positions), jnp.log(p)).astype(jnp.int32)
+    start = (caches, batch, written)
+    if turns is not None:
+        return lax.fori_loop(0, turns, lambda _, state: turn(state), start)
+    return lax.while_loop(lambda state: jnp.any(state[1].live), turn, start)
 
 
 def _at(array: Array, index: Array) -> Array:
@@ -312,7 +356,7 @@ def _at(array: Array, index: Array) -> Array:
     return jnp.take_along_axis(array, index, axis=1)[:, 0]
 
 
-def _check(operation: str, meta: StepMetadata, count: int, next_n: int) -> None:
+def _check(operation: str, meta: StepMetadata, count: int, next_n: int, turns: int | None = None) -> None:
     bucket, problems = meta.bucket, []
     if bucket.context_requests or not bucket.decode_requests:
         problems.append(
@@ -323,6 +367,8 @@ def _check(operation: str, meta: StepMetadata, count: int, next_n: int) -> None:
         problems.append(f"the bucket's next_n is {bucket.next_n}, wanted {next_n}")
     if count < 1:
         problems.append(f"count is {count}, wanted at least 1")
+    if turns is not None and turns < 1:
+        problems.append(f"turns is {turns}, wanted at least 1, or None for as many as it takes")
     if problems:
         raise ValueError(
             f"{operation}: " + "; ".join(problems) + ". Prefill first, then loop over decode requests."

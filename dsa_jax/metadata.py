@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dsa_jax.layout import CacheLayout
+from dsa_jax.arguments import described, expect, is_whole
+from dsa_jax.layout import FIX_LAYOUT, CacheLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,13 @@ class Bucket:
 
     def validate(self) -> None:
         """Raise ValueError naming every size that makes no sense."""
-        problems = []
+        problems = [
+            f"{name} is {described(value)}; wanted a whole number"
+            for name, value in vars(self).items()
+            if type(value) is not int and not is_whole(value)
+        ]
+        if problems:
+            raise ValueError("Bucket: " + "; ".join(problems) + ". Choose sizes that hold the batch.")
         for name in ("context_requests", "context_tokens", "decode_requests", "gathered_keys"):
             if getattr(self, name) < 0:
                 problems.append(f"{name} is {getattr(self, name)}; wanted at least 0")
@@ -94,47 +101,70 @@ class StepMetadata:
         cls,
         layout: CacheLayout,
         bucket: Bucket,
-        page_tables: Sequence[Sequence[int]],
-        kv_lens: Sequence[int],
-        new_lens: Sequence[int],
+        page_tables: Sequence[Sequence[int]] | np.ndarray,
+        kv_lens: Sequence[int] | np.ndarray,
+        new_lens: Sequence[int] | np.ndarray,
     ) -> StepMetadata:
-        """Build and check the facts on the host. Arrays are fresh, so the caller's lists may be reused at once.
+        """Build and check the facts on the host. Arrays are fresh, so the caller's may be reused at once.
 
         Args:
             layout: layout of the cache.
             bucket: static sizes; requests are padded up to ``bucket.requests``.
             page_tables: for each request its raw slots. The first ``bucket.context_requests`` entries are contexts
-                (pass empty entries to leave places unused), the rest decode requests.
+                (pass empty entries to leave places unused), the rest decode requests. An integer array ``[requests,
+                columns]`` with -1 behind a request's slots says the same and is quick to read: a host loop that keeps
+                one and writes into it when a page is added pays for no list.
             kv_lens: tokens of each request after the step.
             new_lens: tokens that the step adds to each.
 
         Raises:
             ValueError: listing every request that does not fit.
         """
+        expect("StepMetadata.create", "layout", layout, CacheLayout, FIX_LAYOUT)
+        expect(
+            "StepMetadata.create",
+            "bucket",
+            bucket,
+            Bucket,
+            "Pass Bucket(table_width=...) with the batch's sizes.",
+        )
         bucket.validate()
         count, width = bucket.requests, bucket.table_width
+        for name, values in (("page_tables", page_tables), ("kv_lens", kv_lens), ("new_lens", new_lens)):
+            if not hasattr(values, "__len__") or (name == "page_tables" and getattr(values, "ndim", 2) != 2):
+                raise ValueError(
+                    f"StepMetadata.create: {name} is {described(values)}; wanted one entry for each request. "
+                    "Pass lists, or arrays of whole numbers."
+                )
         if not len(page_tables) == len(kv_lens) == len(new_lens) or len(kv_lens) > count:
             raise ValueError(
                 f"StepMetadata.create: {len(page_tables)} page tables, {len(kv_lens)} kv_lens and {len(new_lens)} new_lens; "
                 f"wanted the same number of each, at most {count} (the bucket's requests). Use a larger bucket."
             )
-        table = np.full((count, width), -1, np.int32)
-        kv = np.zeros(count, np.int32)
-        new = np.zeros(count, np.int32)
+        # One array, so that it can travel at once: the page table, then a column of each length.
+        facts = np.full((count, width + 2), -1, np.int32)
+        table, kv, new = facts[:, :-2], facts[:, -2], facts[:, -1]
+        facts[:, -2:] = 0
         kv[: len(kv_lens)] = _int32("kv_lens", kv_lens)
         new[: len(new_lens)] = _int32("new_lens", new_lens)
-        for row, slots in enumerate(page_tables):
-            kept = list(slots)[:width]  # a wider table is fine as long as no length needs the cut columns
-            table[row, : len(kept)] = _int32(f"page table {row}", kept)
-        meta = cls(
-            page_table=jnp.array(table),
-            kv_lens=jnp.array(kv),
-            new_lens=jnp.array(new),
-            layout=layout,
-            bucket=bucket,
-        )
+        # A wider table is fine as long as no length needs the columns that are cut.
+        as_array = isinstance(page_tables, np.ndarray)
+        if as_array:
+            kept = _int32("page_tables", page_tables[:, :width])
+            table[: len(kept), : kept.shape[1]] = kept
+        else:
+            for row, slots in enumerate(page_tables):
+                if not hasattr(slots, "__iter__") or isinstance(slots, str):
+                    raise ValueError(
+                        f"StepMetadata.create: page table {row} is {described(slots)}; wanted the raw slots of a request. "
+                        "Pass what grow returned for it."
+                    )
+                kept = _int32(f"page table {row}", list(slots)[:width])
+                table[row, : len(kept)] = kept
         _check_facts(table, kv, new, layout, bucket)
-        return meta
+        # A program for every bucket pays where the same one comes again and again: in the loops that keep an array.
+        arrays = _unpack(facts) if as_array else [jnp.array(part) for part in (table, kv, new)]
+        return cls(page_table=arrays[0], kv_lens=arrays[1], new_lens=arrays[2], layout=layout, bucket=bucket)
 
     def validate(self) -> None:
         """Check the facts on the host (copies them from the device). Raises ValueError listing all problems."""
@@ -325,13 +355,19 @@ def _gather_rows(table: Array, ends: Array, bucket: Bucket, page_size: int) -> A
     return rows_of(table, request, key - start, page_size)
 
 
+@jax.jit
+def _unpack(facts: Array) -> tuple[Array, Array, Array]:
+    """Page table and lengths of an array that travelled to the device as one."""
+    return facts[:, :-2], facts[:, -2], facts[:, -1]
+
+
 def _check_shapes(meta: StepMetadata) -> None:
     count, width = meta.bucket.requests, meta.bucket.table_width
     problems = []
     for name, wanted in (("page_table", (count, width)), ("kv_lens", (count,)), ("new_lens", (count,))):
         array = getattr(meta, name)
-        if tuple(array.shape) != wanted or array.dtype != jnp.int32:
-            problems.append(f"{name} is {array.dtype}{list(array.shape)}, wanted int32{list(wanted)}")
+        if getattr(array, "shape", None) != wanted or array.dtype != jnp.int32:
+            problems.append(f"{name} is {described(array)}, wanted int32{list(wanted)}")
     if problems:
         raise ValueError(
             "StepMetadata: "
@@ -341,28 +377,34 @@ def _check_shapes(meta: StepMetadata) -> None:
 
 
 def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) -> None:
+    """Raise ValueError listing every request that makes no sense. Whole arrays first: a step that is right costs no loop."""
+    contexts, page_size = bucket.context_requests, layout.page_size
+    held = np.arange(table.shape[1], dtype=np.int32)[None, :] * page_size < kv_lens[:, None]
+    gaps = (held & (table < 0)).any(axis=1)
+    wrong = (new_lens < 0) | (new_lens > kv_lens) | gaps | (kv_lens > table.shape[1] * page_size)
+    wrong[contexts:] |= new_lens[contexts:] > bucket.next_n
     problems = []
-    contexts = bucket.context_requests
-    for r, (kv, new) in enumerate(zip(kv_lens.tolist(), new_lens.tolist(), strict=True)):
+    for r in np.flatnonzero(wrong).tolist():
+        kv, new = int(kv_lens[r]), int(new_lens[r])
         if kv < 0 or new < 0 or new > kv:
             problems.append(f"request {r} has kv_len {kv} and new_len {new}; wanted 0 <= new_len <= kv_len")
             continue
-        pages = -(-kv // layout.page_size)
+        pages = -(-kv // page_size)
         if pages > bucket.table_width:
             problems.append(
                 f"request {r} of {kv} tokens needs {pages} pages, the table is {bucket.table_width} wide"
             )
-        elif (table[r, :pages] < 0).any():
+        elif gaps[r]:
             problems.append(f"request {r} of {kv} tokens needs {pages} pages, its table has a gap")
         if r >= contexts and new > bucket.next_n:
             problems.append(f"decode request {r} adds {new} tokens, next_n is {bucket.next_n}")
-    problems += _shared_writes(table, kv_lens, new_lens, layout.page_size)
+    problems += _shared_writes(table, held, kv_lens, new_lens, page_size)
     added = int(new_lens[:contexts].sum())
     if added > bucket.context_tokens:
         problems.append(f"the contexts add {added} tokens, the bucket has {bucket.context_tokens} places")
-    held = int(kv_lens[:contexts].sum())
-    if bucket.gathered_keys and held > bucket.gathered_keys:
-        problems.append(f"the contexts hold {held} keys, gathered_keys is {bucket.gathered_keys}")
+    keys = int(kv_lens[:contexts].sum())
+    if bucket.gathered_keys and keys > bucket.gathered_keys:
+        problems.append(f"the contexts hold {keys} keys, gathered_keys is {bucket.gathered_keys}")
     if problems:
         raise ValueError(
             "StepMetadata: "
@@ -371,12 +413,15 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
         )
 
 
-def _shared_writes(table, kv_lens, new_lens, page_size: int) -> list[str]:
+def _shared_writes(table, held, kv_lens, new_lens, page_size: int) -> list[str]:
     """Pages may be shared, but a page that receives a token must be one request's alone, once."""
-    column = np.arange(table.shape[1])[None, :] * page_size
-    held = (column < kv_lens[:, None]) & (table >= 0)
-    written = held & (column + page_size > (kv_lens - new_lens)[:, None]) & (new_lens > 0)[:, None]
-    request, place = np.nonzero(held & np.isin(table, table[written]))
+    held = held & (table >= 0)
+    ends = (np.arange(table.shape[1], dtype=np.int32)[None, :] + 1) * page_size
+    written = held & (ends > np.where(new_lens > 0, kv_lens - new_lens, 2**31 - 1)[:, None])
+    slots = table[written]
+    if _held_once(table, held, slots):
+        return []
+    request, place = np.nonzero(held & np.isin(table, slots))
     slots, first, counts = np.unique(table[request, place], return_index=True, return_counts=True)
     problems = []
     for slot, r, count in zip(slots.tolist(), request[first].tolist(), counts.tolist(), strict=True):
@@ -389,8 +434,27 @@ def _shared_writes(table, kv_lens, new_lens, page_size: int) -> list[str]:
     return problems
 
 
+def _held_once(table, held, slots) -> bool:
+    """Whether each of ``slots`` is held in one place: a look-up instead of a sort. False also where that cannot be told."""
+    if not slots.size:
+        return True
+    end = int(slots.max()) + 1
+    if end > _MOST_SLOTS:
+        return False
+    marked = np.zeros(end + 1, bool)
+    marked[slots] = True  # all larger slots are cut to ``end``, which is not marked
+    places = np.count_nonzero(np.take(marked, table, mode="clip") & held)
+    return places == slots.size == np.count_nonzero(marked)
+
+
+_MOST_SLOTS = 2**24
+"""Slots up to which a look-up table is made."""
+
+
 def _int32(name: str, values) -> np.ndarray:
     array = np.asarray(values)
+    if array.dtype == np.int32:
+        return array
     if array.size and (array.dtype.kind not in "iu" or array.min() < -(2**31) or array.max() >= 2**31):
         raise ValueError(
             f"StepMetadata.create: {name} is {list(values)!r:.80}; wanted whole numbers that fit int32. "

@@ -260,7 +260,7 @@ def _select(
             query = query, scale
         else:  # positive, so it may leave the ReLU and join the head's weight
             weights = weights * scale
-    local_positions = ops.select_tokens(
+    return ops.select_rows(
         query,
         weights,
         cache,
@@ -269,7 +269,6 @@ def _select(
         index_topk,
         implementation=implementation,
     )
-    return ops.to_rows(local_positions, step, implementation=implementation)
 
 
 def _check(

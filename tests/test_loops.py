@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 
 import cases
 from dsa_jax import ops
@@ -158,6 +159,179 @@ def test_speculation_writes_the_same_text(drafts, salt, manager):
     # Both caches and the pending tokens are good for going on.
     _, _, more = run(caches=caches, batch=replace(batch, live=jnp.ones(3, bool)))
     assert np.asarray(more.tokens).tolist() == [expected(p, 2 * COUNT)[COUNT:] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("places", [2, 5])
+def test_plain_decoding_in_steps_as_wide_as_a_verification(places):
+    """All token places of a request but the first stay empty: same text, and nothing is written for them."""
+    (cache, _), meta, last, _, _ = prefilled("v2", places)
+    batch = Batch(last=last, meta=meta, live=jnp.array([True, False, True]))
+    loop = jax.jit(partial(decode_loop, target_step, None, count=COUNT))
+    after, batch, written = loop(cache=cache, batch=batch, sampling=Sampling.create())
+    assert np.asarray(written.tokens)[[0, 2]].tolist() == [expected(PROMPTS[r], COUNT) for r in (0, 2)]
+    narrow = replace(meta, bucket=replace(meta.bucket, next_n=1))
+    start = Batch(last=last, meta=narrow, live=jnp.array([True, False, True]))
+    wanted, stands, _ = loop(cache=cache, batch=start, sampling=Sampling.create())
+    assert cases.pool_bytes(after) == cases.pool_bytes(wanted)
+    np.testing.assert_array_equal(batch.meta.kv_lens, stands.meta.kv_lens)
+
+
+def speculative(salt: int = 1, drafts: int = 2, count: int = COUNT, **options):
+    """The toy's loop with drafts that err, and its arguments."""
+    caches, meta, last, hidden, table = prefilled("v2", drafts + 1)
+    batch = DraftBatch.create(meta, last, hidden, jnp.ones(3, bool))
+    loop = partial(speculative_loop, target_step, partial(draft_step, salt), None, count=count, **options)
+    return loop, {"caches": caches, "batch": batch, "draft_table": table, "sampling": Sampling.create()}
+
+
+def primitives(jaxpr) -> list[tuple[str, dict]]:
+    """Name and parameters of every operation, inner programs included."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append((equation.primitive.name, equation.params))
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            found += primitives(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_plain_loops_have_a_fixed_trip_count():
+    """A loop of known length; the speculative one is a ``while``, or has a length if the turns are given."""
+    (cache, _), meta, last, _, _ = prefilled("v2", 1)
+    batch = Batch(last=last, meta=meta, live=jnp.ones(3, bool))
+    plain = partial(decode_loop, target_step, None, count=COUNT)
+    fixed, arguments = speculative(turns=5)
+    programs = {
+        "plain": jax.make_jaxpr(plain)(cache=cache, batch=batch, sampling=Sampling.create()),
+        "fixed": jax.make_jaxpr(fixed)(**arguments),
+        "while": jax.make_jaxpr(speculative()[0])(**arguments),
+    }
+    found = {name: primitives(program.jaxpr) for name, program in programs.items()}
+    lengths = {n: [p["length"] for name, p in f if name == "scan"] for n, f in found.items()}
+    assert COUNT in lengths["plain"] and 5 in lengths["fixed"]
+    assert {n: sum(name == "while" for name, _ in f) for n, f in found.items()} == {
+        "plain": 0,
+        "fixed": 0,
+        "while": 1,
+    }
+
+
+def test_a_fixed_number_of_turns():
+    """Enough turns give what the ``while`` gives, bit for bit, however many more there are; too few leave requests live."""
+    loop, arguments = speculative()
+    wanted = jax.jit(loop)(**arguments)
+    needed = int(wanted[2].turns)
+    assert COUNT / 3 < needed < COUNT
+    for turns in (needed, needed + 3):
+        got = jax.jit(partial(loop, turns=turns))(**arguments)
+        assert int(got[2].turns) == turns
+        got = (*got[:2], replace(got[2], turns=wanted[2].turns))
+        jax.tree.map(partial(np.testing.assert_array_equal, strict=True), got, wanted)
+    _, batch, written = jax.jit(partial(loop, turns=2))(**arguments)
+    assert np.asarray(batch.live).any()
+    for tokens, number, prompt in zip(written.tokens, written.counts, PROMPTS, strict=True):
+        assert 2 <= number < COUNT
+        assert tokens.tolist() == expected(prompt, int(number)) + [-1] * (COUNT - int(number))
+    with pytest.raises(ValueError, match="turns is 0, wanted at least 1, or None"):
+        loop(turns=0, **arguments)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_programs_ask_for_no_transfer(watched):
+    """Nothing in the compiled loops calls the host or sends to it; a step that reports to the host is seen."""
+
+    def step(params, cache, meta, tokens):
+        out = target_step(params, cache, meta, tokens)
+        if watched:
+            jax.debug.callback(lambda x: None, out[1])
+        return out
+
+    (cache, _), meta, last, _, _ = prefilled("v2", 1)
+    batch = Batch(last=last, meta=meta, live=jnp.ones(3, bool))
+    _, arguments = speculative()
+    loops = (
+        (partial(decode_loop, step, None, count=COUNT), {"cache": cache, "batch": batch, "sampling": Sampling.create()}),
+        (partial(speculative_loop, step, partial(draft_step, 1), None, count=COUNT), arguments),
+    )  # fmt: skip
+    for loop, given in loops:
+        text = jax.jit(lambda given, loop=loop: loop(**given)).lower(given).compile().as_text()
+        calls = [word for word in ("callback", "outfeed", "infeed", " send", " recv") if word in text]
+        assert bool(calls) == watched, calls
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9.0])
+def test_what_is_none_is_the_same_as_a_number(temperature):
+    """A program of any temperature and top_p, given 0 and 1, writes the text of the program made for them."""
+    loop, arguments = speculative(drafts=3)
+    sampling = Sampling.create(5, temperature)
+    assert (sampling.temperature is None) == (temperature == 0) and sampling.top_p is None
+    numbers = replace(sampling, temperature=jnp.float32(temperature), top_p=jnp.float32(1.0))
+    texts = [jax.jit(loop)(**(arguments | {"sampling": s}))[2].tokens.tolist() for s in (sampling, numbers)]
+    assert texts[0] == texts[1]
+    assert (texts[0] == [expected(p, COUNT) for p in PROMPTS]) == (temperature == 0)
+
+
+def test_greedy_programs_sort_nothing():
+    """Nor do they draw random numbers: each of both would be launches in every turn."""
+    loop, arguments = speculative()
+    costly = {"sort", "random_bits", "random_fold_in", "top_k", "exp"}
+    greedy = {name for name, _ in primitives(jax.make_jaxpr(loop)(**arguments).jaxpr)}
+    assert not greedy & costly
+    arguments["sampling"] = Sampling.create(0, 0.7, 0.9)
+    drawn = {name for name, _ in primitives(jax.make_jaxpr(loop)(**arguments).jaxpr)}
+    assert {"sort", "random_bits", "exp"} <= drawn
+
+
+SAMPLES, HEAT = 20_000, 9.0
+
+
+def sampled_pairs(monkeypatch, accept=None) -> np.ndarray:
+    """The first two tokens of the first prompt, drawn by the whole loop with drafts: ``int32[SAMPLES, 2]``.
+
+    One request of a batch a seed; drafts err, and the temperature makes every token likely.
+    """
+    if accept is not None:
+        monkeypatch.setattr("dsa_jax.loops.accept_sampled", accept)
+    loop, arguments = speculative(drafts=1, count=2)
+    keys = jax.random.split(jax.random.key(7), SAMPLES)
+
+    def one(key):
+        sampling = replace(Sampling.create(0, HEAT), key=key)
+        return loop(**(arguments | {"sampling": sampling}))[2].tokens[0]
+
+    return np.asarray(jax.jit(jax.vmap(one))(keys))
+
+
+def fits(pairs: np.ndarray) -> list[float]:
+    """p-values of the first token, and of the second after each first one that is frequent enough."""
+    likely = np.exp(9.0 / HEAT)
+
+    def value(tokens, prompt):
+        wanted = np.ones(VOCABULARY)
+        wanted[expected(prompt, 1)[0]] = likely
+        seen = np.bincount(tokens, minlength=VOCABULARY)
+        return float(chisquare(seen, wanted / wanted.sum() * seen.sum()).pvalue)
+
+    after = [value(pairs[pairs[:, 0] == t, 1], [*PROMPTS[0], t]) for t in range(VOCABULARY)]
+    return [value(pairs[:, 0], PROMPTS[0]), *after]
+
+
+def test_sampled_loop_is_lossless(monkeypatch):
+    """The text of the loop with drafts is distributed as the target alone would draw it."""
+    found = fits(sampled_pairs(monkeypatch))
+    assert len(found) == 1 + VOCABULARY and min(found) > 0.001
+
+
+def test_a_loop_that_always_accepts_is_seen(monkeypatch):
+    """Keeping every draft leaves the draft's distribution, which the same test refuses."""
+
+    def always(keys, target, given, drafts, lens):
+        token = jax.vmap(jax.random.categorical)(keys, jnp.log(target[:, -1]))
+        return lens, token.astype(jnp.int32)
+
+    assert min(fits(sampled_pairs(monkeypatch, always))) < 1e-6
 
 
 def test_one_trace_for_any_history():

@@ -12,6 +12,7 @@ import pytest
 import cases
 from dsa_jax import ops, quant
 from dsa_jax.cache import Cache
+from dsa_jax.draft import draft_metadata, rewind
 from dsa_jax.metadata import Bucket, StepMetadata
 
 HEADS, K = 4, 8
@@ -89,6 +90,13 @@ def gather_and_append(cache, meta, x):
     return append(cache, meta, x)
 
 
+def draft_pass(cache, meta, x):
+    """What a verification leaves is rewound, and the model runs over it with pages of its own."""
+    table = jnp.arange(meta.page_table.size, dtype=jnp.int32).reshape(meta.page_table.shape)
+    kept = jnp.minimum(meta.new_lens, 1)
+    return model(cache, draft_metadata(rewind(meta, kept), cache.layout, table), x)
+
+
 def memory(f, layout, bucket, slots: int):
     """Memory of the compiled, donated function on a pool of so many slots, without allocating it."""
     abstract = Cache.abstract(layout, slots)
@@ -123,6 +131,8 @@ def check(f, layout, bucket) -> None:
         (model, PREFILL),
         (chunked_model, PREFILL),
         (scanned_model, DECODE),
+        (draft_pass, DECODE),
+        (draft_pass, PREFILL),
     ],
 )
 def test_pools_are_updated_in_place(f, bucket):

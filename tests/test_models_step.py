@@ -111,7 +111,7 @@ def logits_and_selections(key_form: str, index_form: str, monkeypatch) -> tuple[
     layout = CacheLayout.create(model.config.dsa, key_form=key_form, index_form=index_form, page_size=8)
     bucket = Bucket(context_requests=1, context_tokens=70, table_width=9)
     meta = StepMetadata.create(layout, bucket, [list(range(9))], [70], [70])
-    select = ops.select_tokens
+    select = ops.select_rows  # page i has slot i, so that rows are positions
 
     def run(model, cache, meta, tokens):
         recorded = []
@@ -120,13 +120,13 @@ def logits_and_selections(key_form: str, index_form: str, monkeypatch) -> tuple[
             recorded.append(select(*args, **options))
             return recorded[-1]
 
-        monkeypatch.setattr(ops, "select_tokens", recording)
+        monkeypatch.setattr(ops, "select_rows", recording)
         _, logits, _ = decode_tokens(model, tokens, cache, meta.derive())
         return logits, recorded
 
     run = jax.jit(run, compiler_options=QUICK_COMPILE)
     logits, recorded = run(model, Cache.create(layout, 9), meta, jnp.asarray(tokens))
-    monkeypatch.setattr(ops, "select_tokens", select)
+    monkeypatch.setattr(ops, "select_rows", select)
     return np.asarray(logits), [np.asarray(r) for r in recorded]
 
 

@@ -225,6 +225,22 @@ def test_card_shows_speed_if_it_was_measured(folder: Path):
     assert "| Some Device | decode, batch 1 | 123 |" in (folder / "CARD.md").read_text()
 
 
+def test_card_shows_kept_drafts_if_they_were_counted(folder: Path):
+    found = {
+        "prompts": 64,
+        "prompt_tokens": 32,
+        "tokens": 64,
+        "drafted": 2500,
+        "accepted": 1450,
+        "share": 0.58,
+    }
+    found |= {"least_share_of_a_prompt": 0.25, "activations": "bfloat16"}
+    (folder / "drafts.json").write_text(json.dumps(found))
+    card.write(folder)
+    written = " ".join((folder / "CARD.md").read_text().split())
+    assert "1,450 of 2,500 drafts were kept (58.0%, **less than** 60%; 25% for the worst prompt)" in written
+
+
 def test_card_names_what_is_missing(folder: Path):
     (folder / "text.json").unlink()
     with pytest.raises(ValueError, match=r"lacks text\.json"):

@@ -15,6 +15,8 @@ from rpds import (
     Stack,  # pyright: ignore[reportAttributeAccessIssue]  # missing in the stubs only
 )
 
+from dsa_jax.arguments import described, expect, is_whole
+
 
 class OutOfPages(ValueError):
     """The pool has fewer free slots than asked for. Nothing was allocated."""
@@ -52,10 +54,10 @@ class PagePoolState:
         >>> slots, state.free_slots
         ((0, 1), 2)
         """
-        if slots < 1 or page_size < 1:
+        if not is_whole(slots) or not is_whole(page_size) or slots < 1 or page_size < 1:
             raise ValueError(
-                f"PagePoolState.create: slots is {slots} and page_size {page_size}; wanted at least 1 of each. "
-                "Give the pool at least one page."
+                f"PagePoolState.create: slots is {described(slots)} and page_size {described(page_size)}; wanted at "
+                "least 1 of each. Give the pool at least one page."
             )
         return cls(
             slots=slots,
@@ -95,12 +97,15 @@ def grow(state: PagePoolState, request: Hashable, tokens: int) -> tuple[PagePool
         ValueError: for a negative length.
         OutOfPages: when the pool has too few free slots; the state that was passed in is still good.
     """
-    if tokens < 0:
+    _check_state("grow", state)
+    if not is_whole(tokens) or tokens < 0:
         raise ValueError(
-            f"grow: tokens is {tokens}; wanted at least 0. Pass the whole length of the sequence."
+            f"grow: tokens is {described(tokens)}; wanted at least 0, a whole number. Pass the whole length of the sequence."
         )
     held = state.pages(request)
     missing = state.pages_for(tokens) - len(held)
+    if missing <= 0 and held:
+        return state, held  # the usual answer in a decode step
     if missing > state.free_slots:
         raise OutOfPages(
             f"grow: request {request!r} needs {missing} more pages for {tokens} tokens (page_size {state.page_size}); "
@@ -133,6 +138,11 @@ def fork(
     Raises:
         ValueError: if the request exists already, the source has no such pages, or ``tokens`` cuts a page.
     """
+    _check_state("fork", state)
+    if not is_whole(tokens):
+        raise ValueError(
+            f"fork: tokens is {described(tokens)}; wanted a whole number. Pass the tokens to share."
+        )
     problems = []
     if request in state.owned:
         problems.append(f"request {request!r} already holds {len(state.pages(request))} pages")
@@ -161,6 +171,11 @@ def shrink(state: PagePoolState, request: Hashable, tokens: int) -> tuple[PagePo
     Raises:
         ValueError: for an unknown request, a negative length, or one that the request does not hold.
     """
+    _check_state("shrink", state)
+    if not is_whole(tokens):
+        raise ValueError(
+            f"shrink: tokens is {described(tokens)}; wanted a whole number. Pass the tokens to keep."
+        )
     held = state.pages(request)
     if request not in state.owned or tokens < 0 or state.pages_for(tokens) > len(held):
         raise ValueError(
@@ -186,6 +201,7 @@ def free(state: PagePoolState, request: Hashable) -> tuple[PagePoolState, tuple[
     Raises:
         ValueError: for an unknown request.
     """
+    _check_state("free", state)
     if request not in state.owned:
         raise ValueError(
             f"free: request {request!r} holds no pages; live requests: {sorted(map(str, state.owned))}. "
@@ -193,6 +209,12 @@ def free(state: PagePoolState, request: Hashable) -> tuple[PagePoolState, tuple[
         )
     state, released = _release(state, state.pages(request))
     return replace(state, owned=state.owned.remove(request)), released
+
+
+def _check_state(operation: str, state: PagePoolState) -> None:
+    expect(
+        operation, "state", state, PagePoolState, "Pass what PagePoolState.create or the last call returned."
+    )
 
 
 def _release(state: PagePoolState, slots: Sequence[int]) -> tuple[PagePoolState, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""``python -m dsa_jax.models.train [corpus|train|evaluate|text|card] --data FOLDER --out FOLDER``."""
+"""``python -m dsa_jax.models.train [corpus|train|evaluate|text|drafts|card] --data FOLDER --out FOLDER``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from dsa_jax.models.train import corpus, streams
 from dsa_jax.models.train import tokenizer as tokenizer_
 
-STEPS = ("train", "corpus", "evaluate", "text", "card")
+STEPS = ("train", "corpus", "evaluate", "text", "drafts", "card")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,9 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        {"corpus": _corpus, "train": _train, "evaluate": _evaluate, "text": _text, "card": _card}[
-            options.work
-        ](options)
+        {
+            "corpus": _corpus,
+            "train": _train,
+            "evaluate": _evaluate,
+            "text": _text,
+            "drafts": _drafts,
+            "card": _card,
+        }[options.work](options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -40,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         default="train",
         choices=STEPS,
         help="corpus: collect the text and encode it; train (default): train, save and evaluate; "
-        "evaluate: judge a checkpoint on held-out modules; text: sample continuations; card: write CARD.md and the plot",
+        "evaluate: judge a checkpoint on held-out modules; text: sample continuations; "
+        "drafts: count the drafts that are kept after held-out prompts; card: write CARD.md and the plot",
     )
     parser.add_argument("--data", type=Path, help="folder of corpus, tokenizer and tokens")
     parser.add_argument("--out", type=Path, help="folder of the checkpoint")
@@ -147,6 +153,7 @@ def _train(options: argparse.Namespace) -> None:
     if options.stages == len(stages):
         _evaluate(options)
         _text(options)
+        _drafts(options)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -196,6 +203,23 @@ def _text(options: argparse.Namespace) -> None:
     )
     write_atomically(out / "text.json", (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
     print(json.dumps(found, indent=1, ensure_ascii=False))
+
+
+def _drafts(options: argparse.Namespace) -> None:
+    import jax.numpy as jnp
+
+    from dsa_jax.models import checkpoint
+    from dsa_jax.models.train import drafts
+    from dsa_jax.models.train.state import write_atomically
+
+    out = _folder(options, "out")
+    tokenizer = checkpoint.load_tokenizer(out)
+    model = checkpoint.load_pretrained(out, dtype=jnp.float32 if options.float32 else jnp.bfloat16)
+    documents = corpus.load(_folder(options, "data"))
+    prompts = drafts.heldout_prompts(documents, tokenizer, bos=tokenizer_.specials(tokenizer)[0])
+    found = drafts.check(model, prompts)
+    write_atomically(out / "drafts.json", (json.dumps(found, indent=1) + "\n").encode())
+    print(json.dumps(found, indent=1))
 
 
 def _card(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dsa_jax.models.train.drafts import WANTED_SHARE as WANTED_DRAFTS
 from dsa_jax.models.train.evaluate import SPARSE_LIMIT
 from dsa_jax.models.train.text import WANTED_SHARE
 
@@ -26,8 +27,8 @@ def write(folder: Path) -> None:
 
     Args:
         folder: holds ``config.json``, ``corpus.json`` (the manifest of the corpus), ``training.json``,
-            ``evaluation.json`` and ``text.json``; ``speed.json`` (a list of ``{"device", "what",
-            "tokens_per_second"}``) is used if it is there.
+            ``evaluation.json`` and ``text.json``; ``drafts.json`` and ``speed.json`` (a list of ``{"device", "what",
+            "tokens_per_second"}``) are used if they are there.
 
     Raises:
         ValueError: a file is missing.
@@ -42,12 +43,15 @@ def write(folder: Path) -> None:
     config, manifest, training, evaluation, text = (
         json.loads((folder / f"{name}.json").read_text()) for name in names
     )
-    speed_path = folder / "speed.json"
-    speed = json.loads(speed_path.read_text()) if speed_path.is_file() else []
+    drafts, speed = (
+        json.loads(path.read_text()) if (path := folder / f"{name}.json").is_file() else None
+        for name in ("drafts", "speed")
+    )
     plot(training["records"], folder / PLOT)
     parts = [
         _head(folder.name, config, training),
         _figures(config, evaluation, training),
+        _drafts(drafts),
         _sample(text),
         _speed(speed),
         _data(manifest),
@@ -168,7 +172,19 @@ in the corpus. The first of them, the model's part in brackets:
 ```"""
 
 
-def _speed(speed: list[dict[str, Any]]) -> str:
+def _drafts(found: Mapping[str, Any] | None) -> str:
+    if not found:
+        return ""
+    verdict = "at least" if found["share"] >= WANTED_DRAFTS else "**less than**"
+    return f"""## Drafts
+
+After {found["prompts"]} prompts (the first {found["prompt_tokens"]} tokens of as many held-out modules), {found["tokens"]}
+tokens each at temperature 0 with one draft token a turn: {found["accepted"]:,} of {found["drafted"]:,} drafts were kept
+({found["share"]:.1%}, {verdict} {WANTED_DRAFTS:.0%}; {found["least_share_of_a_prompt"]:.0%} for the worst prompt).
+Activations in {found["activations"]}."""
+
+
+def _speed(speed: list[dict[str, Any]] | None) -> str:
     if not speed:
         return ""
     rows = [f"| {entry['device']} | {entry['what']} | {entry['tokens_per_second']:.0f} |" for entry in speed]

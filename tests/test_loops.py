@@ -261,7 +261,7 @@ def test_programs_ask_for_no_transfer(watched):
         assert bool(calls) == watched, calls
 
 
-@pytest.mark.parametrize("temperature", [0.0, 9.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(9.0, marks=pytest.mark.full)])
 def test_what_is_none_is_the_same_as_a_number(temperature):
     """A program of any temperature and top_p, given 0 and 1, writes the text of the program made for them."""
     loop, arguments = speculative(drafts=3)

@@ -130,7 +130,9 @@ def test_divergence_is_zero_only_for_the_target_itself():
     assert float(divergence(own, scores[:, :, ::-1], visible)) > 1e-2
 
 
-@pytest.mark.parametrize(("attention", "remat"), [("dense", False), ("sparse", True)])
+@pytest.mark.parametrize(
+    ("attention", "remat"), [pytest.param("dense", False, marks=pytest.mark.full), ("sparse", True)]
+)
 def test_each_loss_trains_its_own_part(attention, remat):
     model = random_model("tiny", num_layers=1, full_layers=(True, True))
     graph, state = nnx.split(model)

@@ -104,6 +104,6 @@ def test_indexer_turns_its_first_dimensions_and_no_others(interleaved):
 def test_bad_parameters_are_named():
     with pytest.raises(ValueError, match="dim is 7"):
         inverse_frequencies(V32, 7)
-    with pytest.raises(ValueError, match="rope type is 'linear'"):
+    with pytest.raises(ValueError, match="rope_type='linear' is not supported"):
         inverse_frequencies(dataclasses.replace(V32, type="linear"), 64)
     assert inverse_frequencies(RopeParameters(theta=100.0), 4).tolist() == pytest.approx([1.0, 0.1])

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax import Cache, CacheLayout, ops, quant
+from dsa_jax.compat import target_device
 from dsa_jax.config import preset
 from dsa_jax.forms import key_arrays
 from dsa_jax.pallas import sparse_mla_mosaic, sparse_mla_triton
@@ -70,7 +71,12 @@ def mosaic(**fields) -> Kernel:
     def run(shape, q, keys, rows, offset):
         return sparse_mla_mosaic.sparse_mla(
             q, keys, rows, page_scale=shape.scale, layer_offset=offset, softmax_scale=SCALE, form=shape.form,
-            config=dataclasses.replace(sparse_mla_mosaic.CONFIGS[shape.form], **fields),
+            config=dataclasses.replace(
+                sparse_mla_mosaic.default_config(
+                    target_device(), shape.form, tokens=shape.tokens, heads=shape.heads, keys=shape.keys
+                ),
+                **fields,
+            ),
         )  # fmt: skip
 
     return run

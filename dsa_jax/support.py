@@ -54,6 +54,7 @@ def rows() -> Iterator[tuple[str, str, Kernels]]:
             f"{form} keys, contexts",
             lambda cache=cache, step=contexts: gpu.paged_mqa_logits(cache, 64, step),
         )
+        yield "mqa_logits", f"{form} keys", lambda form=form: gpu.mqa_logits(form, 64, 128)
     yield "topk_indices", "k up to 2,048", lambda: gpu.topk_indices(2048)
     yield "topk_indices", "larger k", lambda: gpu.topk_indices(4096)
     for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"):
@@ -83,9 +84,9 @@ def document() -> str:
     return (
         "# What runs where\n\n"
         "The implementation that `implementation=None` picks, asked of the dispatch (`dsa-jax support` prints this page).\n"
-        "Widths of DeepSeek-V3.2, pages of 64 tokens; `xla` is the exact reference and runs everywhere. `mqa_logits`,\n"
-        "`to_rows` and `quantize_index_k` are `xla` on every device; `select_tokens` and `select_rows` are made of the ops\n"
-        "below, and under a kernel of `topk_indices` the rows of `select_rows` come out of that kernel.\n"
+        "Widths of DeepSeek-V3.2, pages of 64 tokens; `xla` is the exact reference and runs everywhere. `to_rows` and\n"
+        "`quantize_index_k` are `xla` on every device; `select_tokens` and `select_rows` are made of the ops below, and\n"
+        "under a kernel of `topk_indices` the rows of `select_rows` come out of that kernel.\n"
         f"{unrun}: kernels are compiled for these cards, ptxas included, and have not been run on them.\n\n"
         f"{table()}\n"
     )

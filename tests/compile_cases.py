@@ -18,6 +18,7 @@ def paged_logits(
     context=32768,
     traced_offset=False,
     config=None,
+    dtype="float32",
 ):
     """A decode kernel of the paged logits, ``"mosaic"`` or ``"triton"``; refused where its `supported_on` says so."""
     from dsa_jax import compat
@@ -31,8 +32,9 @@ def paged_logits(
         module.supported_on(device, heads=heads, new_tokens=new_tokens, page_size=page_size)
         offset = offset if traced_offset else 2
         return module.paged_logits_decode(
-            q, weights, keys, scales, table, limits, page_scale=3, layer_offset=offset, config=chosen
-        )
+            q, weights, keys, scales, table, limits,
+            page_scale=3, layer_offset=offset, config=chosen, dtype=jnp.dtype(dtype),
+        )  # fmt: skip
 
     return run, [
         jax.ShapeDtypeStruct((requests, new_tokens, heads, 128), jnp.uint8),
@@ -66,4 +68,27 @@ def paged_logits_prefill(*, tokens=8192, requests=4, heads=64, page_size=64, con
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
         jax.ShapeDtypeStruct((), jnp.int32),
+    ]
+
+
+def window_logits(*, kernel, rows=2048, keys=8192, heads=64, form="fp8", dtype="float32"):
+    """A kernel for contiguous keys inside windows, ``"mosaic"`` or ``"triton"``; refused as its `supported_on` says."""
+    from dsa_jax import compat
+
+    module = importlib.import_module(f"dsa_jax.pallas.window_logits_{kernel}")
+
+    def run(q, powers, weights, data, scales, starts, ends):
+        module.supported_on(compat.target_device(), heads=heads)
+        query = q if form == "fp8" else (q, powers)
+        return module.window_logits(query, weights, data, scales, starts, ends, dtype=jnp.dtype(dtype))
+
+    width, scale = (128, jnp.float32) if form == "fp8" else (64, jnp.int32)
+    return run, [
+        jax.ShapeDtypeStruct((rows, heads, width), jnp.uint8),
+        jax.ShapeDtypeStruct((rows, heads), jnp.int32),
+        jax.ShapeDtypeStruct((rows, heads), jnp.float32),
+        jax.ShapeDtypeStruct((keys, width), jnp.uint8),
+        jax.ShapeDtypeStruct((keys,), scale),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
     ]

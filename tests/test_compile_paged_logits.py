@@ -17,6 +17,7 @@ HOPPER = [
     dict(heads=64, new_tokens=4, page_size=64),
     dict(heads=64, new_tokens=5, page_size=32, context=2080),
     dict(heads=64, new_tokens=6, page_size=64),
+    dict(heads=64, new_tokens=2, page_size=64, dtype="bfloat16"),
     dict(heads=64, new_tokens=8, page_size=128),
     dict(heads=32, new_tokens=1, page_size=128, requests=1, context=65536),
     dict(heads=32, new_tokens=8, page_size=64, traced_offset=True),
@@ -25,7 +26,7 @@ EVERYWHERE = [
     ("sm80", dict(heads=64, new_tokens=1, page_size=64)),
     ("sm80", dict(heads=32, new_tokens=8, page_size=128, traced_offset=True)),
     ("sm80", dict(heads=64, new_tokens=2, page_size=32)),
-    ("sm90", dict(heads=64, new_tokens=2, page_size=256)),
+    ("sm90", dict(heads=64, new_tokens=2, page_size=256, dtype="bfloat16")),
     ("sm100", dict(heads=64, new_tokens=3, page_size=64)),
     ("sm100", dict(heads=16, new_tokens=1, page_size=16)),
 ]

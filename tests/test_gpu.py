@@ -116,6 +116,26 @@ def test_paged_logits(implementation, manager, page_size, next_n, heads):
         )
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_bfloat16_scores(implementation):
+    """The scores of the same kernel in float32, rounded once: decode rows and contiguous keys."""
+    cache, meta, q, weights = decode_case("v2", 64, 2, 64)
+
+    def both(cache, meta, q, weights, dtype):
+        step, options = meta.derive(), dict(dtype=dtype, implementation=implementation)
+        keys = cache.pages("index_key")[:9].reshape(-1, 128), jnp.ones(9 * 64)
+        ends = jnp.maximum(step.limits - 10, 0)
+        windows = ops.mqa_logits(q, keys, weights, jnp.full_like(ends, 10), ends, **options)
+        return ops.paged_mqa_logits(q, weights, cache, LAYER, step, **options), windows
+
+    exact, rounded = (
+        on_card(both, cache, meta, q, weights, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    for a, b in zip(exact, rounded, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).astype(jnp.bfloat16), np.asarray(b))
+        assert np.isfinite(np.asarray(a)).any()
+
+
 @pytest.mark.parametrize(("manager", "page_size", "heads"), [("v2", 64, 64), ("v1", 32, 32)])
 def test_context_logits(manager, page_size, heads):
     """Ragged contexts with a cached prefix, a fresh one, an empty one, and padding."""
@@ -143,6 +163,39 @@ def test_context_logits(manager, page_size, heads):
     assert np.isneginf(got[~visible]).all()
     assert np.isfinite(got[visible]).all()
     assert calc_diff(np.where(visible, got, 0), np.where(visible, want, 0)) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("implementation", "form"), [("mosaic", "fp8"), ("triton", "fp8"), ("triton", "fp4")]
+)
+@pytest.mark.parametrize(("rows", "keys", "heads"), [(515, 4096, 64), (130, 1999, 32), (1, 5, 64)])
+def test_window_logits(implementation, form, rows, keys, heads):
+    """Windows of ascending starts, some empty or reversed, some longer than the keys; keys in none of them are NaN."""
+    rng = np.random.default_rng(keys)
+    starts = np.sort(rng.integers(keys // 8, keys, rows)).astype(np.int32)
+    ends = (starts + rng.integers(-20, 900, rows)).astype(np.int32)
+    if rows == 1:
+        starts[0], ends[0] = -3, keys + 2
+    column = np.arange(keys)[None]
+    visible = (column >= starts[:, None]) & (column < ends[:, None])
+    quantize = quant.quantize_fp8 if form == "fp8" else quant.quantize_fp4
+    q, q_scale = quantize(jax.random.normal(jax.random.key(1), (rows, heads, 128)))
+    codes, scale = quantize(jax.random.normal(jax.random.key(2), (keys, 128)))
+    weights = jax.random.normal(jax.random.key(3), (rows, heads))
+    query, weights = (q, weights * q_scale) if form == "fp8" else ((q, q_scale), weights)
+    nothing = jnp.nan if form == "fp8" else -1
+    scale = jnp.where(visible.any(axis=0), scale, jnp.asarray(nothing, scale.dtype))
+    arguments = (query, (codes, scale), weights, jnp.asarray(starts), jnp.asarray(ends))
+    got, want = (
+        np.asarray(on_card(ops.mqa_logits, *arguments, implementation=i)) for i in (implementation, "xla")
+    )
+    assert visible.any()
+    assert np.isneginf(got[~visible]).all()
+    assert np.isfinite(got[visible]).all()
+    assert calc_diff(got[visible], want[visible]) < 5e-6
+    for _ in range(20):
+        again = on_card(ops.mqa_logits, *arguments, implementation=implementation)
+        np.testing.assert_array_equal(np.asarray(again), got)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])
@@ -264,6 +317,10 @@ def test_the_library_chooses_kernels_here():
     assert support.chosen("paged_mqa_logits", gpu.paged_mqa_logits(cache, 64, step), device) == (
         "mosaic" if hopper else "triton"
     )
+    windows = {
+        form: support.chosen("mqa_logits", gpu.mqa_logits(form, 64, 128), device) for form in INDEX_FORMS
+    }
+    assert windows == {"fp8": "mosaic" if hopper else "triton", "fp4": "triton", "f32": "xla"}
     assert support.chosen("topk_indices", gpu.topk_indices(2048), device) != "xla"
     for form in INDEX_FORMS:
         cache = Cache.abstract(layout_of(index=form), 8)

@@ -55,7 +55,7 @@ def test_agrees_with_numpy_and_with_itself(kernel, form, heads, splits):
     keys = (p.pages,)
     if form == "fp8_ds_mla":
         p, keys = kernels.fp8_problem(5, heads, 600)
-    default = module.default_config(target_device(), form) if kernel == "triton" else module.CONFIGS[form]
+    default = module.default_config(target_device(), form, tokens=5, heads=heads, keys=600)
     config = dataclasses.replace(default, splits=splits)
 
     @jax.jit

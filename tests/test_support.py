@@ -25,6 +25,13 @@ def test_kernels_are_claimed_and_the_cpu_runs_the_reference():
     assert pick("paged_mqa_logits", "fp8 keys, decode", "A100") == "triton"
     assert pick("paged_mqa_logits", "fp8 keys, contexts", "H100, H200") == "mosaic"
     assert pick("paged_mqa_logits", "fp8 keys, contexts", "A100") == "xla"
+    for form, hopper, ampere in (
+        ("fp8", "mosaic", "triton"),
+        ("fp4", "triton", "triton"),
+        ("f32", "xla", "xla"),
+    ):
+        assert pick("mqa_logits", f"{form} keys", "H100, H200") == hopper
+        assert pick("mqa_logits", f"{form} keys", "A100") == ampere
     assert pick("topk_indices", "k up to 2,048", "A100") == "triton"
     assert pick("topk_indices", "k up to 2,048", "H100, H200") == "mosaic"
     assert pick("topk_indices", "larger k", "H100, H200") == "xla"

@@ -7,6 +7,10 @@ keys too.
 Every op takes ``implementation``: None lets the library choose and never fails, because the exact XLA reference is last;
 ``"mosaic"``, ``"triton"`` or ``"xla"`` is used or raises; a sequence is tried in order and all reasons are reported
 together.
+
+Ops whose kernels have schedules take ``config``, an instance of the named kernel's own class in ``dsa_jax.pallas``. It
+changes how long the kernel takes, and at most the rounding of what it computes; it needs ``implementation`` to name that
+one kernel. None lets the rules of ``dsa_jax.pallas.tuning`` choose by device and shape.
 """
 
 from dsa_jax.ops.append import append_index_k as append_index_k

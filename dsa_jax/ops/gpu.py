@@ -17,6 +17,7 @@ from dsa_jax.compat import Device
 from dsa_jax.layout import Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops.dispatch import Candidate
+from dsa_jax.pallas.tuning import KERNELS, Preference, choose
 from dsa_jax.quant import Query
 
 NVFP4_LEAST_WIDTH = 64
@@ -140,7 +141,15 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
                 head_dim=layout.index_head_dim,
             )
 
-        def run(q: Query, weights: Array, cache: Cache, layer: int | Array, step: Step) -> Array:
+        def run(
+            q: Query,
+            weights: Array,
+            cache: Cache,
+            layer: int | Array,
+            step: Step,
+            dtype: Any,
+            config: Any = None,
+        ) -> Array:
             offset = _offset(cache, Role.INDEX_KEY, layer)
             limits = step.limits if isinstance(offset, int) else jnp.where(offset >= 0, step.limits, 0)
             weights, keys, scales = (
@@ -148,7 +157,12 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
                 cache.pages("index_key"),
                 cache.pages("index_scale"),
             )
-            place: Any = {"page_scale": layout.scale(Role.INDEX_KEY), "layer_offset": offset}
+            place: Any = {
+                "page_scale": layout.scale(Role.INDEX_KEY),
+                "layer_offset": offset,
+                "config": config,
+            }
+            place |= {"dtype": dtype}
             if not decode:
                 return kernel(name).paged_logits_prefill(
                     q, weights, keys, scales, step.page_table, step.requests, limits, **place
@@ -159,7 +173,47 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
                 q, weights, keys, scales, step.page_table, limits, **place
             )
 
-        return Candidate(name, run, supported)
+        rules = f"paged_logits_{'fp4_' if (name, layout.index_form) == ('mosaic', 'fp4') else ''}{name}"
+        return Candidate(name, run, supported, KERNELS[rules].config_type)
+
+    return candidate("mosaic"), candidate("triton")
+
+
+def mqa_logits(form: str, heads: int, width: int) -> tuple[Candidate, ...]:
+    """Scores of contiguous keys inside windows: wgmma for FP8 keys on Hopper, integer decoding of FP8 and FP4 elsewhere.
+
+    `width` is the index head dim.
+    """
+
+    def kernel(name: str) -> Any:
+        if name == "mosaic":
+            from dsa_jax.pallas import window_logits_mosaic as module
+        else:
+            from dsa_jax.pallas import window_logits_triton as module
+        return module
+
+    def candidate(name: Any) -> Candidate:
+        def supported(device: Device) -> None:
+            _need_gpu(device)
+            _need("form of the keys", form, ("fp8",) if name == "mosaic" else ("fp8", "fp4"))
+            kernel(name).supported_on(device, heads=heads, head_dim=width)
+
+        def run(
+            q: Query,
+            keys: Array,
+            scale: Array,
+            weights: Array,
+            starts: Array,
+            ends: Array,
+            dtype: Any,
+            config: Any = None,
+        ) -> Array:
+            weights = weights.astype(jnp.float32)
+            return kernel(name).window_logits(
+                q, weights, keys, scale, starts, ends, dtype=dtype, config=config
+            )
+
+        return Candidate(name, run, supported, KERNELS[f"paged_logits_{name}"].config_type)
 
     return candidate("mosaic"), candidate("triton")
 
@@ -179,10 +233,10 @@ def topk_indices(k: int) -> tuple[Candidate, ...]:
             _need_gpu(device)
             kernel(name).supported_on(device, k=k)
 
-        def run(logits: Array, limits: Array, k: int, **paging: Any) -> Array:
-            return kernel(name).topk(logits, limits, k, **paging)
+        def run(logits: Array, limits: Array, k: int, **options: Any) -> Array:
+            return kernel(name).topk(logits, limits, k, **options)  # paging and config
 
-        return Candidate(name, run, supported)
+        return Candidate(name, run, supported, KERNELS[f"topk_{name}"].config_type)
 
     return candidate("mosaic"), candidate("triton")
 
@@ -211,21 +265,27 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
                 page_size=layout.page_size,
             )  # fmt: skip
 
-        def run(q: Array, cache: Cache, layer: int | Array, rows: Array, softmax_scale: float, key_scale):
+        def run(
+            q: Array,
+            cache: Cache,
+            layer: int | Array,
+            rows: Array,
+            softmax_scale: float,
+            key_scale,
+            config=None,
+        ):
             offset = _offset(cache, Role.KEY, layer)
             keys = tuple(cache.pages(part) for part in cache.pools() if cache.role(part) != Role.INDEX_KEY)
             options: Any = {"page_scale": layout.scale(Role.KEY), "layer_offset": offset}
-            options |= {"softmax_scale": float(softmax_scale), "form": layout.key_form}
+            options |= {"softmax_scale": float(softmax_scale), "form": layout.key_form, "config": config}
             if name == "triton":  # it alone reads forms that have such a scale
                 options |= {"key_scale": key_scale, "latent_dim": layout.latent_dim}
             return kernel(name).sparse_mla(q, keys, _rows(offset, rows), **options)
 
-        return Candidate(name, run, supported)
+        return Candidate(name, run, supported, KERNELS[f"sparse_mla_{name}"].config_type)
 
-    order = (
-        ("triton", "mosaic") if heads <= 16 else ("mosaic", "triton")
-    )  # measured, see benchmarks/RESULTS.md
-    return tuple(candidate(name) for name in order)
+    first = choose("sparse_mla", Preference, {"form": layout.key_form, "heads": heads}).first
+    return tuple(candidate(name) for name in (first, "triton" if first == "mosaic" else "mosaic"))
 
 
 def _offset(cache: Cache, role: Role, layer: int | Array) -> int | Array:

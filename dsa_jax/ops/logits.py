@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -24,7 +26,9 @@ def paged_mqa_logits(
     layer: int | Array,
     step: Step,
     *,
+    dtype: Any = jnp.float32,
     implementation: Choice = None,
+    config: Any = None,
 ) -> Array:
     """Score every cached key of a token's own request: ``scale[s] * sum_h weights[t,h] * relu(q[t,h] . k[s])``.
 
@@ -36,15 +40,20 @@ def paged_mqa_logits(
         cache: the cache, with this step's keys already appended.
         layer: local layer number, a Python int or a traced ``int32`` scalar.
         step: ``StepMetadata.derive()``.
-        implementation: see ``dsa_jax.ops``.
+        dtype: of the result, ``float32`` or ``bfloat16``. Scores are computed in float32 and rounded once; ``topk_indices``
+            takes either, but rounded scores have ties that the exact ones do not.
+        implementation, config: see ``dsa_jax.ops``; the schedules are ``PagedLogitsConfig`` and ``PagedLogitsFp4Config`` of
+            ``paged_logits_mosaic`` and ``paged_logits_fp4_mosaic``, and ``paged_logits_triton.Config``. In a step of
+            contexts and decode requests both parts get it.
 
     Returns:
-        ``float32[N, W * T]``; column s is position s of the token's request, -inf at and beyond ``step.limits``.
+        ``dtype[N, W * T]``; column s is position s of the token's request, -inf at and beyond ``step.limits``.
 
     Raises:
-        ValueError: for wrong shapes or dtypes, a query whose form is not the cache's, another cache's step, or a
-            shared-indexer layer.
+        ValueError: for wrong shapes or dtypes, another ``dtype``, a query whose form is not the cache's, another cache's
+            step, a shared-indexer layer, or a ``config`` that is not the named kernel's.
     """
+    dtype = _check_dtype("paged_mqa_logits", dtype)
     q = check_query("paged_mqa_logits", q, weights, cache, layer, step)
     contexts, parts = step.bucket.context_tokens, []
     if contexts or not step.bucket.decode_requests:
@@ -57,8 +66,8 @@ def paged_mqa_logits(
             *gpu.paged_mqa_logits(cache, weights.shape[1], part),
             Candidate("xla", xla.paged_mqa_logits),
         )
-        arguments = (cut(q, rows), weights[rows], cache, layer, part)
-        scored.append(dispatch("paged_mqa_logits", implementation, candidates, *arguments))
+        arguments = (cut(q, rows), weights[rows], cache, layer, part, dtype)
+        scored.append(dispatch("paged_mqa_logits", implementation, candidates, *arguments, config=config))
     return scored[0] if len(scored) == 1 else jnp.concatenate(scored, axis=0)
 
 
@@ -69,9 +78,14 @@ def mqa_logits(
     starts: Array,
     ends: Array,
     *,
+    dtype: Any = jnp.float32,
     implementation: Choice = None,
+    config: Any = None,
 ) -> Array:
     """Scores against contiguous keys, for training, interchange and gathered contexts.
+
+    Floats are scored by the reference, which can be differentiated; the kernels for codes have no gradient, where
+    ``implementation="xla"`` has one.
 
     Args:
         q: ``[S, H, D]`` e4m3 codes or floats, or an FP4 pair ``(uint8[S, H, D/2], int32[S, H])``.
@@ -79,14 +93,18 @@ def mqa_logits(
         weights: ``float32[S, H]``.
         starts: ``int32[S]``, first key of each row's window.
         ends: ``int32[S]``, one past the last key.
-        implementation: see ``dsa_jax.ops``.
+        dtype: of the result, as in ``paged_mqa_logits``.
+        implementation, config: see ``dsa_jax.ops``; the schedules are ``paged_logits_mosaic.PagedLogitsConfig`` and
+            ``paged_logits_triton.Config``.
 
     Returns:
-        ``float32[S, keys]``, -inf outside the windows.
+        ``dtype[S, keys]``, -inf outside the windows. The kernels group neighbouring rows, so windows of neighbours should
+        lie near each other; a number of keys that 64 does not divide costs them a copy of the scores.
 
     Raises:
-        ValueError: for shapes or dtypes that do not belong together.
+        ValueError: for shapes or dtypes that do not belong together, or a ``config`` that is not the named kernel's.
     """
+    dtype = _check_dtype("mqa_logits", dtype)
     problems = Problems("mqa_logits")
     if isinstance(k, tuple) and len(k) != 2:
         problems.note(f"k is a tuple of {len(k)}, wanted floats or the pair (codes, scale)")
@@ -108,9 +126,22 @@ def mqa_logits(
         "Give one window and one weight per head for every query row; query and key are both floats, both FP8 codes with "
         "k = (codes, scale), or both FP4 pairs of packed codes and int32 scales."
     )
-    candidates = (Candidate("xla", xla.mqa_logits),)
+    candidates = (
+        *gpu.mqa_logits(form, weights.shape[1], QUANT_BLOCK_SIZE if form == "fp4" else keys.shape[1]),
+        Candidate("xla", xla.mqa_logits),
+    )
     return dispatch(
-        "mqa_logits", implementation, candidates, as_codes(q), as_codes(keys), scale, weights, starts, ends
+        "mqa_logits",
+        implementation,
+        candidates,
+        as_codes(q),
+        as_codes(keys),
+        scale,
+        weights,
+        starts,
+        ends,
+        dtype,
+        config=config,
     )
 
 
@@ -127,6 +158,20 @@ def check_query(operation: str, q: Query, weights: Array, cache: Cache, layer, s
     problems.raise_if_any("Query and key share one form: quantise the query as the cache's index_form says.")
     check_layer(operation, cache, layer, Role.INDEX_KEY)
     return as_codes(q)
+
+
+def _check_dtype(operation: str, dtype: Any) -> Any:
+    """The dtype of the scores, if it is one that they may have."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(
+            f"{operation}: dtype is {dtype!r}, wanted float32 or bfloat16. Pass jnp.float32, or jnp.bfloat16 for half the "
+            "bytes."
+        )
+    return known
 
 
 def cut(q: Query, rows: slice) -> Query:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,15 @@ from dsa_jax.cache import Cache
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
 from dsa_jax.ops.checks import Problems, check_cache, check_step
-from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+from dsa_jax.ops.dispatch import Candidate, Choice, check_config, dispatch
 from dsa_jax.ops.logits import check_query, cut, paged_mqa_logits
 from dsa_jax.quant import Query
 from dsa_jax.sizing import SCORE_BUDGET, rows_per_chunk
 
 
-def topk_indices(logits: Array, limits: Array, k: int, *, implementation: Choice = None) -> Array:
+def topk_indices(
+    logits: Array, limits: Array, k: int, *, implementation: Choice = None, config: Any = None
+) -> Array:
     """Positions of the k best scores of each row: the exact set, ascending by position, then -1.
 
     +0.0 equals -0.0; among equal scores the lowest position wins; a NaN inside the valid range ranks last, behind -inf;
@@ -31,13 +34,13 @@ def topk_indices(logits: Array, limits: Array, k: int, *, implementation: Choice
         logits: floats ``[N, columns]``.
         limits: ``int32[N]``, valid columns of each row. Limits beyond the width mean the width, negative ones 0.
         k: entries per row, at least 1; more than the width pads with -1.
-        implementation: see ``dsa_jax.ops``.
+        implementation, config: see ``dsa_jax.ops``; the schedules are ``topk_mosaic.Config`` and ``topk_triton.Config``.
 
     Returns:
         ``int32[N, k]``.
 
     Raises:
-        ValueError: for wrong shapes, dtypes or k.
+        ValueError: for wrong shapes, dtypes or k, or a ``config`` that is not the named kernel's.
 
     >>> topk_indices(jnp.array([[2.0, 5.0, 5.0, 5.0, 1.0]]), jnp.array([5], jnp.int32), 2).tolist()
     [[1, 2]]
@@ -50,7 +53,7 @@ def topk_indices(logits: Array, limits: Array, k: int, *, implementation: Choice
     check_k(problems, k)
     problems.raise_if_any("Pass one limit per row and a positive k.")
     candidates = (*gpu.topk_indices(k), Candidate("xla", xla.topk_indices))
-    return dispatch("topk_indices", implementation, candidates, logits, limits, k)
+    return dispatch("topk_indices", implementation, candidates, logits, limits, k, config=config)
 
 
 def select_tokens(
@@ -63,6 +66,8 @@ def select_tokens(
     *,
     score_budget: int = SCORE_BUDGET,
     implementation: Choice = None,
+    config: Any = None,
+    score_config: Any = None,
 ) -> Array:
     """Score and select in one go, in row chunks, so that a chunk's scores stay below ``score_budget`` bytes.
 
@@ -71,6 +76,8 @@ def select_tokens(
         k: index_topk, entries per row.
         score_budget: bytes of float32 scores held at once; at least one row is processed at a time.
         implementation: see ``dsa_jax.ops``.
+        config: schedule of the top-k, as ``topk_indices`` takes it.
+        score_config: schedule of the scores, as ``paged_mqa_logits`` takes it.
 
     Returns:
         ``int32[N, k]`` positions in each token's own request, ascending, then -1. Budgets change nothing but the last
@@ -79,8 +86,10 @@ def select_tokens(
     Raises:
         ValueError: as ``paged_mqa_logits`` and ``topk_indices`` raise.
     """
-    choose = lambda logits, part: topk_indices(logits, part.limits, k, implementation=implementation)
-    return _select("select_tokens", q, weights, cache, layer, step, k, score_budget, implementation, choose)
+    options: dict = dict(implementation=implementation, config=config)
+    choose = lambda logits, part: topk_indices(logits, part.limits, k, **options)
+    scoring: dict = dict(score_budget=score_budget, score_config=score_config)
+    return _select("select_tokens", q, weights, cache, layer, step, k, choose, **options, **scoring)
 
 
 def select_rows(
@@ -93,13 +102,15 @@ def select_rows(
     *,
     score_budget: int = SCORE_BUDGET,
     implementation: Choice = None,
+    config: Any = None,
+    score_config: Any = None,
 ) -> Array:
     """``to_rows(select_tokens(...))`` in one go: a kernel of top-k writes rows, which saves the launches of the conversion.
 
     For layers that need rows only. Positions mean the same in every cache that holds the sequence; rows do not.
 
     Args:
-        q, weights, cache, layer, step, k, score_budget, implementation: as in ``select_tokens``.
+        q, weights, cache, layer, step, k, score_budget, implementation, config, score_config: as in ``select_tokens``.
 
     Returns:
         ``int32[N, k]`` rows ``slot * T + offset`` without a layer, in ascending order of position, then -1. A page that
@@ -115,9 +126,13 @@ def select_rows(
         )
         paging = dict(page_table=part.page_table, requests=part.requests, page_size=part.layout.page_size)
         candidates = (*gpu.topk_indices(k), reference)
-        return dispatch("select_rows", implementation, candidates, logits, part.limits, k, **paging)
+        return dispatch(
+            "select_rows", implementation, candidates, logits, part.limits, k, config=config, **paging
+        )
 
-    return _select("select_rows", q, weights, cache, layer, step, k, score_budget, implementation, choose)
+    options: dict = dict(implementation=implementation, config=config)
+    scoring: dict = dict(score_budget=score_budget, score_config=score_config)
+    return _select("select_rows", q, weights, cache, layer, step, k, choose, **options, **scoring)
 
 
 def _select(
@@ -128,9 +143,12 @@ def _select(
     layer: int | Array,
     step: Step,
     k: int,
+    choose: Callable[[Array, Step], Array],
+    *,
     score_budget: int,
     implementation: Choice,
-    choose: Callable[[Array, Step], Array],
+    config: Any,
+    score_config: Any,
 ) -> Array:
     """Score and ``choose(logits, part)``, in row chunks."""
     check_cache(operation, cache)
@@ -141,11 +159,18 @@ def _select(
         problems.note(f"score_budget is {described(score_budget)}, wanted at least 1 byte")
     problems.raise_if_any("Pass the model's index_topk and a positive budget.")
     q = check_query(operation, q, weights, cache, layer, step)
+    reference = (Candidate("xla", xla.topk_indices),)
+    check_config(operation, implementation, (*gpu.topk_indices(k), *reference), config)
+    scoring = (*gpu.paged_mqa_logits(cache, weights.shape[1], step), *reference)
+    check_config(operation, implementation, scoring, score_config, "score_config")
     bucket = step.bucket
     rows = rows_per_chunk(int(score_budget), bucket.table_width * step.layout.page_size)
 
     def chunk(part: Step, q: Query, weights: Array) -> Array:
-        return choose(paged_mqa_logits(q, weights, cache, layer, part, implementation=implementation), part)
+        scores = paged_mqa_logits(
+            q, weights, cache, layer, part, implementation=implementation, config=score_config
+        )
+        return choose(scores, part)
 
     if bucket.tokens <= rows:
         return chunk(step, q, weights)

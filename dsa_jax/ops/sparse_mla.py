@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
@@ -25,6 +27,7 @@ def sparse_mla(
     *,
     key_scale: float | Array | None = None,
     implementation: Choice = None,
+    config: Any = None,
 ) -> tuple[Array, Array]:
     """Absorbed multi-head latent attention over chosen rows of the cache.
 
@@ -40,14 +43,15 @@ def sparse_mla(
             ``576**-0.5``.
         key_scale: the scale that the cached latents were appended with (``fp8`` and ``nvfp4``), 1 by default; the other
             forms have none.
-        implementation: see ``dsa_jax.ops``.
+        implementation, config: see ``dsa_jax.ops``; the schedules are ``sparse_mla_mosaic.Config`` and
+            ``sparse_mla_triton.Config``.
 
     Returns:
         ``out`` ``[N, h, latent_dim]`` in the dtype of ``q``, and ``lse`` ``float32[N, h]``, the natural logarithm of the
         sum of exponentials. A token without a valid row gives 0 and -inf.
 
     Raises:
-        ValueError: for wrong shapes or dtypes, or an unknown layer.
+        ValueError: for wrong shapes or dtypes, an unknown layer, or a ``config`` that is not the named kernel's.
     """
     check_cache("sparse_mla", cache)
     layout = cache.layout
@@ -69,4 +73,5 @@ def sparse_mla(
         *gpu.sparse_mla(cache, q.shape[1], q.dtype, softmax_scale),
         Candidate("xla", xla.sparse_mla),
     )
-    return dispatch("sparse_mla", implementation, candidates, q, cache, layer, rows, softmax_scale, key_scale)
+    arguments = (q, cache, layer, rows, softmax_scale, key_scale)
+    return dispatch("sparse_mla", implementation, candidates, *arguments, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from dsa_jax.pallas import tuning
 from dsa_jax.pallas.paged_logits_plan import TILE
 
 HEAD_DIM = 128
@@ -12,8 +13,6 @@ MAX_COLUMNS = 256
 TILES_IN_FLIGHT = 8
 """Stages of all blocks of a multiprocessor together. On an H200, 64 requests of 32,768 keys took 71.2 us with 8 tiles in
 flight, 72.6 with 16 and 80.9 with 24: more make the memory slower, not faster."""
-FEW_TILES = 4
-"""Up to this many tiles a block, what is done once a block counts."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one streaming multiprocessor of Hopper gives to its blocks."""
 
@@ -49,7 +48,7 @@ class PagedLogitsConfig:
 
 
 def default_config(*, heads: int, new_tokens: int, requests: int, keys: int, cores: int) -> PagedLogitsConfig:
-    """The schedule for a shape, as measured on an H200.
+    """The schedule for a shape, by the rules of `tuning`.
 
     Args:
         heads: index heads.
@@ -62,26 +61,14 @@ def default_config(*, heads: int, new_tokens: int, requests: int, keys: int, cor
         Two blocks share a multiprocessor where their registers allow it, up to 64 columns, and where a block has few tiles,
         which finishes sooner with few barriers to set up. Wide products take registers from the copying warpgroup.
     """
-    columns = heads * new_tokens
-    if columns <= 128 and requests * keys <= 2 * cores * FEW_TILES * TILE:
-        return PagedLogitsConfig(compute_warpgroups=1, stages=2, blocks_per_core=2)
-    if columns <= 64:
-        return PagedLogitsConfig(compute_warpgroups=2, blocks_per_core=2)
-    if columns <= 128:
-        return PagedLogitsConfig(compute_warpgroups=3, stages=9)
-    return PagedLogitsConfig(compute_warpgroups=2, registers=(216, 72))
+    facts = dict(heads=heads, new_tokens=new_tokens, requests=requests, keys=keys, cores=cores)
+    facts |= dict(columns=heads * new_tokens, tiles_per_core=requests * keys / (cores * TILE))
+    return tuning.choose("paged_logits_mosaic", PagedLogitsConfig, facts)
 
 
 def prefill_config(*, heads: int) -> PagedLogitsConfig:
     """The schedule of contexts: groups of four tokens of 64 heads, or eight of 32."""
-    return PagedLogitsConfig(
-        compute_warpgroups=3,
-        stages=6,
-        registers=(144, 72),
-        group_columns=256,
-        product_columns=128,
-        kept_weights=128,
-    )
+    return tuning.choose("paged_logits_mosaic_prefill", PagedLogitsConfig, {"heads": heads})
 
 
 def stages_for(rows: int, tiles: int, config: PagedLogitsConfig) -> int:

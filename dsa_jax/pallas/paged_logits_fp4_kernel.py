@@ -51,7 +51,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
         """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
         kernel = plgpu.kernel(
             self.body,
-            out_type=jax.ShapeDtypeStruct((rows, self.columns), jnp.float32),
+            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.dtype),
             grid=(plan.shape[0],),
             grid_names=("block",),
             num_threads=self.config.compute_warpgroups + 1,
@@ -138,7 +138,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
                     for each in tiles
                     for i in range(self.parts)
                 ]
-                of_table = lambda: [slot for each in tiles for slot in self._slots(refs, request, each)]
+                of_table = lambda: [slot for each in tiles for slot in self._slots_of(refs, request, each)]
                 soon = (segment == 0) & (tile - begin + self.together <= planned_tiles(self.page_size))
                 return lax.cond(soon, planned, of_table)
 
@@ -159,7 +159,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
 
         return self._walk(refs, share, visit)
 
-    def _slots(self, refs, request, tile):
+    def _slots_of(self, refs, request, tile):
         """Slots of a tile's pages. The page after a request's last one is nobody's: the last is read again."""
         last = refs.table.shape[1] - 1
         if self.parts == 1:
@@ -288,7 +288,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
     def _score_exceptions(self, refs, spare, request, first, buffer, tile, end, longest):
         """Look at a stage's tiles again, and score those group by group that are exceptions, or all if the queries are."""
         tiles = [jnp.minimum(tile + t, end - 1) for t in range(self.together)]
-        slots = [slot for each in tiles for slot in self._slots(refs, request, each)]
+        slots = [slot for each in tiles for slot in self._slots_of(refs, request, each)]
         self._copy_stage(refs, slots, tile, end, spare, refs.offset[0])
         plgpu.barrier_wait(refs.full.at[spare])
         for t, each in enumerate(tiles):

@@ -12,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_fp4_steps as steps
+from dsa_jax.pallas import tuning
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, SHARED_MEMORY, PagedLogitsConfig
 from dsa_jax.pallas.paged_logits_fp4_codes import query_codes
 from dsa_jax.pallas.paged_logits_fp4_kernel import PagedLogitsFp4Kernel
@@ -41,16 +43,15 @@ class PagedLogitsFp4Config(PagedLogitsConfig):
     together: int = 1
 
 
-def default_config(*, heads: int, new_tokens: int) -> PagedLogitsFp4Config:
-    """The schedule for a shape, except for its stages."""
-    columns = heads * new_tokens
-    if columns <= 32:
-        return PagedLogitsFp4Config(compute_warpgroups=4, registers=(112, 32))
-    if columns <= 64:
-        return PagedLogitsFp4Config(compute_warpgroups=3)
-    if columns <= 128:
-        return PagedLogitsFp4Config(compute_warpgroups=3, registers=(152, 40))
-    return PagedLogitsFp4Config(compute_warpgroups=2, registers=(224, 56), product_columns=128)
+def default_config(*, heads: int, new_tokens: int, requests: int, keys: int) -> PagedLogitsFp4Config:
+    """The schedule for a shape, by the rules of `tuning`, except for its stages; `keys` is the width of the scores."""
+    facts = dict(heads=heads, new_tokens=new_tokens, columns=heads * new_tokens, requests=requests, keys=keys)
+    return tuning.choose("paged_logits_fp4_mosaic", PagedLogitsFp4Config, facts)
+
+
+def _default(page_table: Array, new_tokens: int, *, heads: int, page_size: int) -> PagedLogitsFp4Config:
+    requests, width = page_table.shape
+    return default_config(heads=heads, new_tokens=new_tokens, requests=requests, keys=width * page_size)
 
 
 def stages_for(rows: int, config: PagedLogitsFp4Config) -> int:
@@ -79,6 +80,7 @@ def paged_logits_decode(
     plan: Array | None = None,
     config: PagedLogitsFp4Config | None = None,
     blocks: int | None = None,
+    dtype: Any = jnp.float32,
     interpret: Any = None,
 ) -> Array:
     """Score every visible cached key for every new token: ``sum_h weights[h] * relu(q[h] . k[s])``.
@@ -88,21 +90,21 @@ def paged_logits_decode(
         weights: ``float32[R, n, H]``.
         keys: ``uint8[P, T, 64]`` packed codes.
         scales: ``int32[P, T]``.
-        page_table, limits, page_scale, layer_offset, plan, config, blocks, interpret: as in `paged_logits_mosaic`.
+        page_table, limits, page_scale, layer_offset, plan, config, blocks, dtype, interpret: as in `paged_logits_mosaic`.
 
     Returns:
-        ``float32[R * n, W * T]``, -inf at and beyond each row's limit. An odd W with pages of 32 costs a copy of it.
+        ``dtype[R * n, W * T]``, -inf at and beyond each row's limit. An odd W with pages of 32 costs a copy of it.
     """
     packed, powers = q
     requests, n, heads, _ = packed.shape
     page_size = keys.shape[1]
-    config = config or default_config(heads=heads, new_tokens=n)
+    config = config or _default(page_table, n, heads=heads, page_size=page_size)
     if config.stages is None:
         config = dataclasses.replace(config, stages=stages_for(n * heads, config))
     if plan is None:
         plan = decode_plan(page_table, limits, heads=heads, page_size=page_size, config=config, blocks=blocks)
     problem = PagedLogitsFp4Kernel.create(
-        n, heads, page_table, page_size, page_scale, plan, requests, config, interpret
+        n, heads, page_table, page_size, page_scale, plan, requests, config, interpret, dtype=dtype
     )
     own = steps.interpreted() if interpret else steps.on_card()
     problem = dataclasses.replace(problem, steps=own, together=config.together)
@@ -132,6 +134,6 @@ def decode_plan(
     blocks: int | None = None,
 ) -> Array:
     """The work plan of a decode step, for all layers at once; arguments as in `paged_logits_decode`."""
-    config = config or default_config(heads=heads, new_tokens=limits.shape[1])
+    config = config or _default(page_table, limits.shape[1], heads=heads, page_size=page_size)
     blocks = blocks or (target_device().cores or 132) * config.blocks_per_core * config.waves
     return work_plan(limits, page_table, blocks=blocks, page_size=page_size)

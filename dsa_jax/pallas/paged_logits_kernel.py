@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -59,6 +59,8 @@ class PagedLogitsKernel:
     and the wait at the end of every block cost 0.2 us there.
     """
 
+    kernel_name: ClassVar[str] = "paged_mqa_logits"
+
     n: int
     heads: int
     page_size: int
@@ -69,11 +71,12 @@ class PagedLogitsKernel:
     fence: Callable[[], None]
     drain: Callable[..., None]
     read_now: Callable[[Any], Any]
-    grouped: bool
+    grouped: bool = False
+    dtype: Any = jnp.float32
 
     @classmethod
     def create(
-        cls, n, heads, page_table, page_size, page_scale, plan, requests, config, interpret, grouped=False
+        cls, n, heads, page_table, page_size, page_scale, plan, requests, config, interpret, **fields: Any
     ):
         """Choose what is left open; `requests` counts the groups where rows are grouped."""
         columns = -(-page_table.shape[1] * page_size // TILE) * TILE
@@ -89,7 +92,7 @@ class PagedLogitsKernel:
             fence=plgpu.commit_smem if interpret else (_fence if config.fence else lambda: None),
             drain=_drain if interpret else lambda barriers, begin, end, size: None,
             read_now=(lambda ref: ref[0]) if interpret else _read_now,
-            grouped=grouped,
+            **fields,
         )
 
     def call(
@@ -98,7 +101,7 @@ class PagedLogitsKernel:
         """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
         kernel = plgpu.kernel(
             self.body,
-            out_type=jax.ShapeDtypeStruct((rows, self.columns), jnp.float32),
+            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.dtype),
             grid=(plan.shape[0],),
             grid_names=("block",),
             num_threads=self.config.compute_warpgroups + 1,
@@ -106,7 +109,7 @@ class PagedLogitsKernel:
             scratch_types=self.scratch(),
             interpret=interpret,
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-            kernel_name="paged_mqa_logits",
+            kernel_name=self.kernel_name,
         )
         if q.dtype == jnp.uint8:
             q = lax.bitcast_convert_type(q, _E4M3)
@@ -192,7 +195,7 @@ class PagedLogitsKernel:
 
         def of_request(request, carry):
             segment, count = carry
-            begin = jnp.where(request == first_request, first_tile, 0)
+            begin = jnp.where(request == first_request, first_tile, self._first_tile(refs, request))
             end = lax.cond(
                 request == first_request,
                 lambda: first_end,
@@ -219,16 +222,32 @@ class PagedLogitsKernel:
             length = jnp.maximum(length, refs.limits[request, j])
         return jnp.clip(length, 0, self.columns)
 
+    def _first_tile(self, refs: _Refs, request):
+        """Where a request's tiles begin; all tiles and columns before have to be filled."""
+        return 0
+
     def _tiles(self, refs: _Refs, request):
+        """Where a request's tiles end."""
         return (self._length(refs, request) + (TILE - 1)) // TILE
 
-    def _copy_tiles(self, refs: _Refs, share, layer_offset):
-        block = lax.axis_index("block")
+    def _limit(self, refs: _Refs, request, j: int):
+        """What row j of a request sees, as `_sees_all` and `_sees` take it."""
+        return refs.limits[request, j]
 
-        def planned_slots(count):
+    def _sees_all(self, limit, left):
+        """Whether a row sees the whole tile that begins at a column."""
+        return left + TILE <= limit
+
+    def _sees(self, limit, column):
+        return column < limit
+
+    def _slots(self, refs: _Refs, block, request, tile, count):
+        """Slots of a tile's pages; `count` is the tile's number in the block's share."""
+
+        def planned_slots():
             return tuple(refs.plan[block, HEADER + count * self.parts + i] for i in range(self.parts))
 
-        def table_slots(request, tile):
+        def table_slots():
             """Slots of a tile's pages. The page after a request's last one is nobody's: the last is read again."""
             row = jnp.maximum(refs.groups[request, 0], 0) if self.grouped else request
             if self.parts == 1:
@@ -238,9 +257,10 @@ class PagedLogitsKernel:
             pages = (jnp.minimum(tile * self.parts + i, last_page) for i in range(self.parts))
             return tuple(refs.table[row, jnp.maximum(page, 0)] for page in pages)
 
-        def slots_of(request, tile, count):
-            planned = count < planned_tiles(self.page_size)
-            return lax.cond(planned, lambda: planned_slots(count), lambda: table_slots(request, tile))
+        return lax.cond(count < planned_tiles(self.page_size), planned_slots, table_slots)
+
+    def _copy_tiles(self, refs: _Refs, share, layer_offset):
+        block = lax.axis_index("block")
 
         def visit(request, begin, end, segment, count):
             def copy_tile(tile, carry):
@@ -252,13 +272,12 @@ class PagedLogitsKernel:
 
                 for i, slot in enumerate(slots):
                     self._copy_part(refs, slot * self.page_scale + layer_offset, tile, stage, i)
-                following = slots_of(request, tile + 1, count + 1)
+                following = self._slots(refs, block, request, tile + 1, count + 1)
                 return jnp.where(stage == self.stages - 1, 0, stage + 1), count + 1, *following
 
             # A tile goes first: it comes from far, the queries from the L2 cache, where every block wants them at once.
-            carry = copy_tile(
-                begin, (lax.rem(count, jnp.int32(self.stages)), count, *slots_of(request, begin, count))
-            )
+            slots = self._slots(refs, block, request, begin, count)
+            carry = copy_tile(begin, (lax.rem(count, jnp.int32(self.stages)), count, *slots))
             self._copy_queries(refs, request, segment)
             lax.fori_loop(begin + 1, end, copy_tile, carry)
 
@@ -293,7 +312,7 @@ class PagedLogitsKernel:
 
         def visit(request, begin, end, segment, count):
             buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
-            row_limits = [refs.limits[request, j] for j in range(n)]
+            row_limits = [self._limit(refs, request, j) for j in range(n)]
             first = self._first_row(refs, request)
             plgpu.barrier_wait(refs.query_full.at[buffer])
             load_weights = lambda j: plgpu.load(refs.head_weights.at[buffer, j], layout=_PER_HEAD)
@@ -308,14 +327,16 @@ class PagedLogitsKernel:
                 left = (begin + skip + step * consumers) * TILE
 
                 def emit(j, scores):
-                    @pl.when(left + TILE <= row_limits[j])
+                    whole = self._sees_all(row_limits[j], left)
+
+                    @pl.when(whole)
                     def _():
                         self._store(refs, request, first, j, left, scores)
 
-                    @pl.when(left + TILE > row_limits[j])
+                    @pl.when(jnp.logical_not(whole))
                     def _():
                         column = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_KEY) + left
-                        seen = jnp.where(column < row_limits[j], scores, -jnp.inf)
+                        seen = jnp.where(self._sees(row_limits[j], column), scores, -jnp.inf)
                         self._store(refs, request, first, j, left, seen)
 
                 release = lambda: plgpu.barrier_arrive(refs.free.at[stage])
@@ -332,7 +353,7 @@ class PagedLogitsKernel:
 
     def _store(self, refs: _Refs, request, first, j, left, values):
         """Write a part of row j of a request or group, if the group has that row."""
-        target = refs.out.at[first + j, pl.ds(left, values.shape[0])]
+        target, values = refs.out.at[first + j, pl.ds(left, values.shape[0])], values.astype(self.dtype)
         if not self.grouped:
             target[...] = values
             return
@@ -370,27 +391,36 @@ class PagedLogitsKernel:
 
     def _fill(self, refs: _Refs, share):
         """Write -inf to the block's share of the columns that belong to no tile."""
-        first_request, first_unit, last_request, last_unit = share[5:]
-        units = -(-self.columns // FILL)
+        first_request, first_item, last_request, last_item = share[5:]
 
         def of_request(request, carry):
-            start = self._tiles(refs, request) * TILE
-            begin = jnp.where(request == first_request, first_unit, start // FILL)
-            end = jnp.where(request == last_request, last_unit, jnp.where(start < self.columns, units, 0))
+            start, stop, unit_of, outside = self._fill_items(refs, request)
+            begin = jnp.where(request == first_request, first_item, start)
+            end = jnp.where(request == last_request, last_item, stop)
 
             def row(i, carry):
-                self._fill_row(refs, request, lax.rem(i, jnp.int32(self.n)), i // self.n * FILL, start)
+                left = unit_of(i // self.n) * FILL
+                self._fill_row(refs, request, lax.rem(i, jnp.int32(self.n)), left, outside)
                 return carry
 
             return lax.fori_loop(begin * self.n, jnp.maximum(begin, end) * self.n, row, carry)
 
-        @pl.when((first_request < last_request) | (first_unit < last_unit))
+        @pl.when((first_request < last_request) | (first_item < last_item))
         def _():
             lax.fori_loop(first_request, last_request + 1, of_request, ())
 
-    def _fill_row(self, refs: _Refs, request, j, left, start):
+    def _fill_items(self, refs: _Refs, request):
+        """Begin and end of a request's items of filling, the unit of an item, and what of it is to be filled.
+
+        The last is asked as ``outside(column, size)``: whether no tile has any of so many columns from one on.
+        """
+        start = self._tiles(refs, request) * TILE
+        end = jnp.where(start < self.columns, -(-self.columns // FILL), 0)
+        return start // FILL, end, lambda item: item, lambda column, size: column >= start
+
+    def _fill_row(self, refs: _Refs, request, j, left, outside: Callable[..., Any]):
         first = self._first_row(refs, request)
-        whole = (left >= start) & (left + FILL <= self.columns)
+        whole = outside(left, FILL) & (left + FILL <= self.columns)
 
         @pl.when(whole)
         def _():
@@ -401,7 +431,7 @@ class PagedLogitsKernel:
             def of_tile(i, carry):
                 column = left + i * TILE
 
-                @pl.when((column >= start) & (column < self.columns))
+                @pl.when(outside(column, TILE) & (column < self.columns))
                 def _():
                     nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), _PER_KEY)
                     self._store(refs, request, first, j, column, nothing)

@@ -74,6 +74,7 @@ def paged_logits_decode(
     plan: Array | None = None,
     config: PagedLogitsConfig | None = None,
     blocks: int | None = None,
+    dtype: Any = jnp.float32,
     interpret: Any = None,
 ) -> Array:
     """Score every visible cached key for every new token: ``scale[s] * sum_h weights[h] * relu(q[h] . k[s])``.
@@ -90,10 +91,11 @@ def paged_logits_decode(
         plan: `decode_plan` of the same page table, limits, config and blocks; None computes it here.
         config: schedule; None picks one from the shape.
         blocks: blocks of the grid; None for what the config says about the target device.
+        dtype: ``float32`` or ``bfloat16``, to which scores are rounded as they are written.
         interpret: ``plgpu.InterpretGPUParams`` to run on the CPU.
 
     Returns:
-        ``float32[R * n, W * T]``, -inf at and beyond each row's limit. An odd W with pages of 32 costs a copy of it.
+        ``dtype[R * n, W * T]``, -inf at and beyond each row's limit. An odd W with pages of 32 costs a copy of it.
     """
     requests, n, heads, _ = q.shape
     page_size = keys.shape[1]
@@ -101,7 +103,7 @@ def paged_logits_decode(
     if plan is None:
         plan = decode_plan(page_table, limits, heads=heads, page_size=page_size, config=config, blocks=blocks)
     problem = PagedLogitsKernel.create(
-        n, heads, page_table, page_size, page_scale, plan, requests, config, interpret
+        n, heads, page_table, page_size, page_scale, plan, requests, config, interpret, dtype=dtype
     )
     # The kernel of decode rows looks at no groups; any integers do.
     return problem.call(
@@ -133,6 +135,7 @@ def paged_logits_prefill(
     plan: tuple[Array, Array, Array] | None = None,
     config: PagedLogitsConfig | None = None,
     blocks: int | None = None,
+    dtype: Any = jnp.float32,
     interpret: Any = None,
 ) -> Array:
     """Score the packed tokens of contexts: groups of a request's tokens take the place of a decode request's rows.
@@ -140,13 +143,13 @@ def paged_logits_prefill(
     Args:
         q: e4m3 codes ``[N, H, 128]``.
         weights: ``float32[N, H]``.
-        keys, scales, page_table, page_scale, layer_offset, config, blocks, interpret: as in `paged_logits_decode`.
+        keys, scales, page_table, page_scale, layer_offset, config, blocks, dtype, interpret: as in `paged_logits_decode`.
         requests: ``int32[N]`` request of every token, -1 for padding; tokens of a request stand side by side.
         limits: ``int32[N]`` visible keys of every token, 0 for padding.
         plan: `prefill_plan` of the same page table, requests, limits, config and blocks; None computes it here.
 
     Returns:
-        ``float32[N, W * T]``, -inf at and beyond each token's limit.
+        ``dtype[N, W * T]``, -inf at and beyond each token's limit.
     """
     tokens, heads, _ = q.shape
     page_size = keys.shape[1]
@@ -158,7 +161,17 @@ def paged_logits_prefill(
     shares, groups, group_limits = plan
     count, n = group_limits.shape
     problem = PagedLogitsKernel.create(
-        n, heads, page_table, page_size, page_scale, shares, count, config, interpret, grouped=True
+        n,
+        heads,
+        page_table,
+        page_size,
+        page_scale,
+        shares,
+        count,
+        config,
+        interpret,
+        grouped=True,
+        dtype=dtype,
     )
     return problem.call(
         shares,

@@ -78,15 +78,40 @@ def work_plan(limits: Array, page_table: Array, *, blocks: int, page_size: int) 
     first_unit = tiles * TILE // FILL
     # A request whose tiles reach the last column has nothing to fill, even if its last unit is a partial one.
     fill = jnp.where(tiles * TILE < columns, -(-columns // FILL) - first_unit, 0)
-    cut, request, tile = _cuts(tiles, blocks)
-    _, fill_request, unit = _cuts(fill, blocks)
-    unit = unit + first_unit[fill_request]
-    first_end = jnp.where(request[:-1] == request[1:], tile[1:], tiles[request[:-1]])
-    share = [request[:-1], tile[:-1], first_end, request[1:], tile[1:]]
-    filling = [fill_request[:-1], unit[:-1], fill_request[1:], unit[1:]]
+    header, cut = shares(0, tiles, first_unit, fill, blocks=blocks)
     slots = _first_slots(cut[:-1], lengths, page_table, page_size)
-    header = jnp.stack(share + filling, axis=1).astype(jnp.int32)
     return jnp.pad(jnp.concatenate([header, slots], axis=1), ((0, 0), (0, ROW - HEADER - slots.shape[1])))
+
+
+def shares(
+    first_tile: Array | int, end_tile: Array, first_item: Array | int, items: Array, *, blocks: int
+) -> tuple[Array, Array]:
+    """Every block's equal share of tiles and of filling.
+
+    Args:
+        first_tile: ``int32[R]`` where the tiles of a request begin, or 0 for all.
+        end_tile: ``int32[R]`` where they end.
+        first_item: ``int32[R]`` where the numbers of a request's fill units begin, or 0 for all.
+        items: ``int32[R]`` fill units of a request.
+        blocks: blocks of the grid, M.
+
+    Returns:
+        ``int32[M, 9]``, the first numbers that `work_plan` describes, and ``int32[M + 1]``, where the tiles of all requests
+        one behind the other are cut.
+    """
+    tiles = end_tile - first_tile
+    cut, request, tile = _cuts(tiles, blocks)
+    _, fill_request, item = _cuts(items, blocks)
+    tile = tile + _at(first_tile, request)
+    item = item + _at(first_item, fill_request)
+    first_end = jnp.where(request[:-1] == request[1:], tile[1:], end_tile[request[:-1]])
+    share = [request[:-1], tile[:-1], first_end, request[1:], tile[1:]]
+    filling = [fill_request[:-1], item[:-1], fill_request[1:], item[1:]]
+    return jnp.stack(share + filling, axis=1).astype(jnp.int32), cut
+
+
+def _at(values: Array | int, index: Array) -> Array | int:
+    return values if isinstance(values, int) else values[index]
 
 
 def whole_tiles(page_table: Array, page_size: int) -> Array:

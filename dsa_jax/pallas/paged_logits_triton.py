@@ -14,6 +14,8 @@ group's power of two is exact in bfloat16, whose exponents are float32's, so not
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,16 @@ from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax import quant
 from dsa_jax.compat import Device, target_device
+from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, multiple_of, power_of_two
 from dsa_jax.pallas.triton_call import triton_call
 from dsa_jax.quant.fp4 import GROUP, NAN_SCALE
 
 HEAD_DIM = 128
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_NEW_TOKENS = 8
+MAX_COLUMNS = 512
+"""Most heads times new tokens."""
 _BYTES, _NIBBLES = 4, 8
 _UNSCALE = 2.0**16
 
@@ -46,6 +52,18 @@ class Config:
     waves: int = 8
     num_warps: int = 4
     num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, waves=multiple_of(1, 1), num_warps=power_of_two(1, 32), num_stages=multiple_of(1, 1)
+        )
+
+
+def default_config(device: Device, *, heads: int, new_tokens: int, requests: int, keys: int) -> Config:
+    """The schedule for a shape, by the rules of `tuning`; `keys` is the width of the scores."""
+    facts = dict(heads=heads, new_tokens=new_tokens, columns=heads * new_tokens, requests=requests, keys=keys)
+    facts |= dict(cores=device.cores or 108, major=device.capability[0] if device.capability else 9)
+    return tuning.choose("paged_logits_triton", Config, facts, device)
 
 
 def supported_on(
@@ -70,6 +88,10 @@ def supported_on(
         raise NotImplementedError(
             f"new tokens per request is {new_tokens}; the kernel takes 1 to {MAX_NEW_TOKENS}"
         )
+    if heads * new_tokens > MAX_COLUMNS:
+        raise NotImplementedError(
+            f"index heads times new tokens is {heads * new_tokens}; shared memory holds the queries of {MAX_COLUMNS}"
+        )
 
 
 def paged_logits_decode(
@@ -83,6 +105,7 @@ def paged_logits_decode(
     page_scale: int,
     layer_offset: int | Array,
     config: Config | None = None,
+    dtype: Any = jnp.float32,
     interpret: bool | None = None,
 ) -> Array:
     """Score every visible cached key for every new token; arguments and result as in `paged_logits_mosaic`.
@@ -90,25 +113,63 @@ def paged_logits_decode(
     FP4 keys are ``uint8[P, T, 64]`` packed codes with ``int32[P, T]`` scales, four UE8M0 bytes each; their q is the pair
     ``(uint8[R, n, H, 64], int32[R, n, H])`` of the same.
     """
+    return score_groups(
+        q, weights, keys, scales, page_table, limits,
+        page_scale=page_scale, layer_offset=layer_offset, config=config, dtype=dtype,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+def score_groups(
+    q: quant.Query,
+    weights: Array,
+    keys: Array,
+    scales: Array,
+    page_table: Array | None,
+    limits: Array,
+    *,
+    page_scale: int = 1,
+    layer_offset: int | Array = 0,
+    config: Config | None = None,
+    dtype: Any = jnp.float32,
+    interpret: bool | None = None,
+    name: str = "paged_mqa_logits_triton",
+) -> Array:
+    """As `paged_logits_decode`, but without a page table every group of rows sees all pages, in their order, inside windows.
+
+    Then `limits` is ``int32[R, 2 n]``: the ends of a group's windows, then their starts.
+    """
     planes = _fp4_query_planes(*q) if isinstance(q, tuple) else _query_planes(q)
     requests, n = planes.shape[:2]
-    width, page_size = page_table.shape[1], keys.shape[1]
-    config = config or Config()
-    cores = target_device().cores or 108
+    page_size, windows = keys.shape[1], page_table is None
+    if page_table is None:
+        page_table = jnp.arange(keys.shape[0], dtype=jnp.int32)[None]
+    width = page_table.shape[1]
+    device = target_device()
+    config = config or default_config(
+        device, heads=weights.shape[2], new_tokens=n, requests=requests, keys=width * page_size
+    )
+    cores = device.cores or 108
     pages_per_program = max(1, min(width, requests * width // (cores * config.waves)))
     programs = pl.cdiv(width, pages_per_program)
 
     def body(*refs):
-        _score(*refs, page_scale=page_scale, pages_per_program=pages_per_program, programs=programs)
+        _score(
+            *refs,
+            page_scale=page_scale,
+            pages_per_program=pages_per_program,
+            programs=programs,
+            windows=windows,
+        )
 
     call = triton_call(
         body,
         grid=(requests * programs,),
-        out_shape=jax.ShapeDtypeStruct((requests, n, width * page_size), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((requests, n, width * page_size), dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
-        name="paged_mqa_logits_triton",
+        name=name,
     )
     out = call(
         limits.astype(jnp.int32),
@@ -170,9 +231,21 @@ def _e2m1(code: Array) -> Array:
 
 
 def _score(
-    limits, table, offset, planes, weights, words, scales, out, *, page_scale, pages_per_program, programs
+    limits,
+    table,
+    offset,
+    planes,
+    weights,
+    words,
+    scales,
+    out,
+    *,
+    page_scale,
+    pages_per_program,
+    programs,
+    windows,
 ):
-    """One program: some consecutive pages of one request, all its new tokens."""
+    """One program: some consecutive pages of one request or group, all its new tokens."""
     program = pl.program_id(0)
     request, first = program // programs, program % programs * pages_per_program
     n, (_, page_size, _) = out.shape[1], words.shape
@@ -183,24 +256,33 @@ def _score(
         length = jnp.maximum(length, limit)
     seen = jnp.clip((length + page_size - 1) // page_size, first, last)
     within = jnp.arange(page_size, dtype=jnp.int32)
+    row_starts, unseen = [0] * n, first
+    if windows:
+        row_starts = [limits[request, n + j] for j in range(n)]
+        unseen = jnp.clip(functools.reduce(jnp.minimum, row_starts) // page_size, first, seen)
 
     def score_page(p, carry):
-        page = table[request, p] * page_scale + offset[0]
+        page = table[0 if windows else request, p] * page_scale + offset[0]
         decode = _fp4_planes if planes.dtype == jnp.bfloat16 else _fp8_planes
         parts, scale = decode(words[page], scales[page])
         column = p * page_size + within
         for j in range(n):
             products = sum(pltriton.dot(part, planes[request, j, b]) for b, part in enumerate(parts))
             score = jnp.sum(jnp.maximum(products, 0.0) * weights[request, j][None, :], axis=1) * scale
-            out[request, j, pl.ds(p * page_size, page_size)] = jnp.where(
-                column < row_limits[j], score, -jnp.inf
+            inside = column < row_limits[j]
+            if windows:
+                inside &= column >= row_starts[j]
+            out[request, j, pl.ds(p * page_size, page_size)] = jnp.where(inside, score, -jnp.inf).astype(
+                out.dtype
             )
         return carry
 
     def fill_page(p, carry):
         for j in range(n):
-            out[request, j, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, jnp.float32)
+            out[request, j, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, out.dtype)
         return carry
 
-    lax.fori_loop(first, seen, score_page, None)
+    if windows:
+        lax.fori_loop(first, unseen, fill_page, None)
+    lax.fori_loop(unseen, seen, score_page, None)
     lax.fori_loop(seen, last, fill_page, None)

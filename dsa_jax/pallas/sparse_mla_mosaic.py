@@ -21,14 +21,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsa_jax.compat import Device, target_device
+from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, multiple_of, one_of
 from dsa_jax.pallas.machine_mosaic import HOPPER, HOPPER_FP8, INTERPRETER, INTERPRETER_FP8
-from dsa_jax.pallas.sparse_mla_triton import merge, row_limit
+from dsa_jax.pallas.sparse_mla_triton import attention_facts, merge, row_limit
 
 LATENT, ROPE, HEADS, TILE = 512, 64, 64, 64
 _HALF = LATENT // 2
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 _FLOOR = -1e30
+_REGISTERS = 504
+"""Of a thread of each of the three warpgroups together."""
 _ROW, _COLUMN, _TILED = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA
 
 
@@ -45,7 +49,7 @@ class Config:
             first one's weights scaled to its maxima, so that one half of either buffer is free early.
         auto_barriers: let Pallas put barriers around every access to shared memory. Without them the maxima are read back
             after they were published, which keeps the scaling of the outputs behind it.
-        copy_registers: the same of the copying warpgroup; at most 504 with two computing ones.
+        copy_registers: the same of the copying warpgroup; at most 504 together with two computing ones.
     """
 
     splits: int = 0
@@ -56,10 +60,18 @@ class Config:
     halves: bool = False
     auto_barriers: bool = True
 
+    def __post_init__(self) -> None:
+        most = _REGISTERS - 2 * self.compute_registers
+        check_fields(
+            self,
+            splits=multiple_of(1),
+            compute_registers=multiple_of(8, 24, 240),
+            copy_registers=multiple_of(8, 24, most),
+            prefetch=one_of(64, 128, 256),
+        )
+
 
 _DTYPES = {"bf16": ("bfloat16",), "fp8_ds_mla": ("uint8", "float32", "bfloat16")}
-CONFIGS = {"bf16": Config(), "fp8_ds_mla": Config(compute_registers=208, copy_registers=88)}
-"""Defaults of the KEY forms: decoding takes registers from computing."""
 
 
 def supported_on(
@@ -85,6 +97,13 @@ def supported_on(
         raise NotImplementedError(f"takes keys of {LATENT} + {ROPE} entries, not {latent_dim} + {rope_dim}")
     if page_size is not None and page_size & (page_size - 1):
         raise NotImplementedError(f"page_size is {page_size}; this kernel needs a power of two")
+
+
+def default_config(device: Device, form: str = "bf16", *, tokens: int, heads: int, keys: int) -> Config:
+    """How to cut a problem of ``keys`` rows a query, by the rules of `tuning`: decoding takes registers from computing."""
+    return tuning.choose(
+        "sparse_mla_mosaic", Config, attention_facts(device, form, tokens, heads, keys), device
+    )
 
 
 def sparse_mla(
@@ -128,9 +147,11 @@ def sparse_mla(
         machine = HOPPER if interpret is None else INTERPRETER
     else:
         machine = HOPPER_FP8 if interpret is None else INTERPRETER_FP8
+    tokens, heads, _ = q.shape
+    default = partial(default_config, target_device(), form, tokens=tokens, heads=heads, keys=rows.shape[1])
     return _launch(
         q, keys, rows, machine, page_scale=page_scale, layer_offset=layer_offset, softmax_scale=softmax_scale,
-        config=config or CONFIGS[form], interpret=interpret,
+        config=config or default(), interpret=interpret,
     )  # fmt: skip
 
 

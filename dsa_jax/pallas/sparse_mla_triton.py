@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax.compat import Device, target_device
+from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, multiple_of, power_of_two
 from dsa_jax.pallas.sparse_mla_forms import blocks
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
 
@@ -49,6 +51,17 @@ class Config:
     num_stages: int = 3
     prefetch: bool = False
     piece: int = 512
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            block_keys=power_of_two(16),
+            block_heads=power_of_two(16),
+            splits=multiple_of(1),
+            num_warps=power_of_two(1, 32),
+            num_stages=multiple_of(1, 1),
+            piece=power_of_two(),
+        )
 
 
 def supported_on(
@@ -118,7 +131,8 @@ def sparse_mla(
         return jnp.zeros((0, heads, latent_dim), q.dtype), jnp.zeros((0, heads), jnp.float32)
     device, page_size = target_device(), keys[0].shape[1]
     interpret = interpret_here() if interpret is None else interpret
-    config = fit(config or default_config(device, form), tokens, heads, rows.shape[1], device.cores)
+    shape: dict = dict(tokens=tokens, heads=heads, keys=rows.shape[1])
+    config = fit(config or default_config(device, form, **shape), **shape, cores=device.cores)
     latent_blocks, rope_blocks = blocks(form, latent_dim, width - latent_dim, config.piece)
     body = partial(
         _attend_body, shape=(heads, rows.shape[1], page_size), latent_blocks=latent_blocks,
@@ -157,20 +171,22 @@ def query_dtype(form: str) -> type:
     return jnp.float32 if form == "f32" else jnp.bfloat16
 
 
-def default_config(device: Device, form: str = "bf16") -> Config:
-    """Steps of 64 keys where shared memory holds three buffers of them, of 32 keys on Ampere.
+def default_config(device: Device, form: str = "bf16", *, tokens: int, heads: int, keys: int) -> Config:
+    """How to cut a problem of ``keys`` rows a query, by the rules of `tuning`.
 
-    Decoding takes registers. Blocks of 64 heads spill on Ampere, and Blackwell's tensor memory has no room for the outputs
-    and the scores of so many in pieces. Float32 takes twice the shared memory, and three products for each.
+    Steps of 64 keys where shared memory holds three buffers of them, of 32 keys on Ampere. Decoding takes registers. Blocks
+    of 64 heads spill on Ampere, and Blackwell's tensor memory has no room for the outputs and the scores of so many in
+    pieces. Float32 takes twice the shared memory, and three products for each.
     """
+    return tuning.choose(
+        "sparse_mla_triton", Config, attention_facts(device, form, tokens, heads, keys), device
+    )
+
+
+def attention_facts(device: Device, form: str, tokens: int, heads: int, keys: int) -> dict[str, float | str]:
+    """What the rules of the attention kernels may speak of; a device without a known capability counts as Hopper."""
     major = device.capability[0] if device.capability else 9
-    if form == "f32":
-        return Config(block_keys=16, block_heads=32, num_stages=1, piece=64)
-    if form != "bf16":
-        return Config(block_keys=32, block_heads=64 if major == 9 else 32, num_stages=2, piece=128)
-    if major < 9:
-        return Config(block_keys=32, num_stages=2)
-    return Config()
+    return dict(form=form, major=major, tokens=tokens, heads=heads, keys=keys, cores=device.cores)
 
 
 def fit(config: Config, tokens: int, heads: int, keys: int, cores: int) -> Config:

@@ -17,7 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from dsa_jax.compat import Device, target_device
-from dsa_jax.pallas import topk_lockstep
+from dsa_jax.pallas import topk_lockstep, tuning
+from dsa_jax.pallas.config_checks import check_fields, multiple_of, one_of, power_of_two
 from dsa_jax.pallas.topk_cluster import Plan, select_row
 from dsa_jax.pallas.topk_ptx import PtxMachine
 from dsa_jax.pallas.topk_triton import MAX_K, Paging
@@ -46,6 +47,17 @@ class Config:
     held: int = 32
     samples: int = 2048
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            threads=power_of_two(128, 1024),
+            items=multiple_of(4, 4, 64),
+            cluster=one_of(1, 2, 4, MAX_CLUSTER),
+            least=power_of_two(),
+            held=multiple_of(4),
+            samples=power_of_two(max(self.threads, 128), 2048),
+        )
+
     @property
     def capacity(self) -> int:
         """Columns that a cluster holds."""
@@ -61,26 +73,13 @@ def supported_on(device: Device, *, k: int | None = None) -> None:
 
 
 def default_config(rows: int, columns: int, cores: int = 132) -> Config:
-    """Threads and blocks for a problem.
+    """Threads and blocks for a problem, by the rules of `tuning`.
 
     As many blocks as the multiprocessors take at once, of 16,384 columns or more each: more would cost more to join than
     they save. Where rows alone fill the card, blocks are small, so that several share a multiprocessor.
     """
-    if columns <= 8192:
-        items = max(pl.next_power_of_2(columns) // 512, 4)
-        return (
-            Config(512, items, 1, samples=1024)
-            if rows <= 2 * cores
-            else Config(256, 2 * items, 1, samples=512)
-        )
-    if columns <= 16384:
-        return Config(1024, 16, 1)
-    cluster = min(pl.next_power_of_2(pl.cdiv(columns, 16384)), MAX_CLUSTER)
-    if rows * cluster <= cores:
-        return Config(512, 32, cluster)
-    if columns <= 32768:
-        return Config(1024, 32, 1) if rows <= cores else Config(512, 64, 1)
-    return Config(1024, 64, 1 if columns <= 65536 else 2)
+    facts = dict(rows=rows, columns=columns, cores=cores, rows_per_core=rows / cores)
+    return tuning.choose("topk_mosaic", Config, facts)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "page_size", "config", "interpret"))
@@ -124,8 +123,9 @@ def topk(
     paging = Paging.of(page_table, requests, page_size)
     if rows == 0 or columns == 0:
         return jnp.full((rows, k), -1, jnp.int32)
-    config = config or default_config(rows, columns, target_device().cores or 132)
-    interpret = target_device().platform != "gpu" if interpret is None else interpret
+    device = target_device()
+    config = config or default_config(rows, columns, device.cores or 132)
+    interpret = device.platform != "gpu" if interpret is None else interpret
     operands = {"logits": logits.astype(jnp.float32), "limits": limits}
     span = min(config.capacity, columns)
     spans = pl.cdiv(columns, span)

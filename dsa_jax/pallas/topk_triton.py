@@ -19,6 +19,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from dsa_jax.compat import Device
+from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, power_of_two
 from dsa_jax.pallas.topk_program import Shape, select_span
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
 
@@ -36,14 +38,28 @@ class Config:
         tiles: tile sizes in ascending order, powers of two from 128 times `warps` up to 32,768; a span takes the
             smallest that holds it.
         warps: warps of a program.
-        span: columns of one program, a multiple of the largest tile; rows up to this length take one launch.
+        span: columns of one program, a multiple of the largest tile; rows up to this length take one launch. None for the
+            largest tile, or the least multiple of it that leaves the merge no more candidates than it can take.
         exact: compare scores as integers; None does so in the interpreter, where XLA flushes subnormal floats.
     """
 
     tiles: tuple[int, ...]
     warps: int
-    span: int
+    span: int | None = None
     exact: bool | None = None
+
+    def __post_init__(self) -> None:
+        good = power_of_two(128 * self.warps, MAX_TILE)[0]
+        rising = lambda tiles: bool(tiles) and list(tiles) == sorted({*tiles}) and all(map(good, tiles))
+        check_fields(
+            self,
+            warps=power_of_two(1, 32),
+            tiles=(rising, f"ascending powers of two from {128 * self.warps} (128 a warp) to {MAX_TILE:,}"),
+            span=(
+                lambda span: span is None or (span > 0 and span % self.tiles[-1] == 0),
+                "None or a multiple of the largest tile",
+            ),
+        )
 
 
 def supported_on(device: Device, *, k: int | None = None) -> None:
@@ -55,19 +71,27 @@ def supported_on(device: Device, *, k: int | None = None) -> None:
 
 
 def default_config(rows: int, columns: int, k: int, cores: int = 132) -> Config:
-    """Tiles, warps and spans for a problem.
+    """Tiles, warps and spans for a problem, by the rules of `tuning`.
 
     A row that a tile holds takes one launch. Longer rows are split over several programs, and a second launch merges what
     they find. Where the programs outnumber the multiprocessors, their tiles are smaller, so that two programs share one
     multiprocessor and short rows cost what they should.
     """
-    largest = min(MAX_TILE, max(1024, pl.next_power_of_2(columns)))
-    if columns > MAX_TILE and rows * pl.cdiv(columns, MAX_TILE) > cores:
-        largest = MAX_TILE // 2
-    span = largest
+    programs = rows * pl.cdiv(columns, MAX_TILE)
+    facts = dict(rows=rows, columns=columns, k=k, cores=cores)
+    facts |= dict(rows_per_core=rows / cores, programs_per_core=programs / cores)
+    config = tuning.choose("topk_triton", Config, facts)
+    return dataclasses.replace(config, span=span_of(config, columns, k))
+
+
+def span_of(config: Config, columns: int, k: int) -> int:
+    """Columns of one program: the configuration's, or what its tiles and the merge ask for."""
+    if config.span is not None:
+        return config.span
+    span = config.tiles[-1]
     while pl.cdiv(columns, span) * k > MAX_TILE:
         span *= 2
-    return Config(_tiles(largest), _warps(largest), span)
+    return span
 
 
 def _warps(tile: int) -> int:
@@ -121,10 +145,12 @@ def topk(
     if rows == 0 or columns == 0:
         return jnp.full((rows, k), -1, jnp.int32)
     config = config or default_config(rows, columns, k)
+    span = span_of(config, columns, k)
+    config = dataclasses.replace(config, span=span)
     interpret = interpret_here() if interpret is None else interpret
     paging = Paging.of(page_table, requests, page_size)
-    spans = pl.cdiv(columns, config.span)
-    chunks = pl.cdiv(min(config.span, columns), config.tiles[-1])
+    spans = pl.cdiv(columns, span)
+    chunks = pl.cdiv(min(span, columns), config.tiles[-1])
     if spans * k > MAX_TILE or (chunks > 1 and chunks * k > config.tiles[-1]):
         raise NotImplementedError(
             f"topk (Triton): {columns} columns in {spans} spans of {chunks} tiles leave more candidates than a tile holds "
@@ -135,7 +161,7 @@ def topk(
     short, positions, values, *_ = _launch(logits, limits, k, config, interpret, paging)
     width = max(1024, pl.next_power_of_2(spans * k))
     merge = Config(_tiles(width), _warps(width), width, config.exact)
-    found = (config.span, columns, short, positions)
+    found = (span, columns, short, positions)
     return _launch(values, limits, k, merge, interpret, paging, found)[0]
 
 

@@ -9,6 +9,7 @@ mask, or a masked key would score 0 and beat every negative score.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +43,25 @@ def scores(q: Array, weights: Array, keys: Array, scale: Array | None) -> Array:
     return total if scale is None else total * scale[..., None, :]
 
 
-def paged_mqa_logits(q: quant.Query, weights: Array, cache: Cache, layer: int | Array, step: Step) -> Array:
-    """Scores over the pages of each token's own request, -inf at and beyond its limit: ``float32[N, W * T]``."""
+def paged_mqa_logits(
+    q: quant.Query, weights: Array, cache: Cache, layer: int | Array, step: Step, dtype: Any = jnp.float32
+) -> Array:
+    """Scores over the pages of each token's own request, -inf at and beyond its limit: ``dtype[N, W * T]``."""
     weights = weights.astype(jnp.float32)
-    if not step.bucket.decode_requests:
-        return _context_logits(q, weights, cache, layer, step)
-    return _decode_logits(q, weights, cache, layer, step)
+    of_part = _decode_logits if step.bucket.decode_requests else _context_logits
+    return of_part(q, weights, cache, layer, step).astype(dtype)
 
 
 def mqa_logits(
-    q: quant.Query, keys: Array, scale: Array | None, weights: Array, starts: Array, ends: Array
+    q: quant.Query,
+    keys: Array,
+    scale: Array | None,
+    weights: Array,
+    starts: Array,
+    ends: Array,
+    dtype: Any = jnp.float32,
 ) -> Array:
-    """Scores against contiguous keys inside each row's window, -inf outside: ``float32[S, keys]``."""
+    """Scores against contiguous keys inside each row's window, -inf outside: ``dtype[S, keys]``."""
     form = "fp4" if isinstance(q, tuple) else "fp8" if q.dtype == jnp.uint8 else "f32"
     values, scale = quant.decode_keys(keys, scale, form)
     column = jnp.arange(keys.shape[0], dtype=jnp.int32)[None, :]
@@ -64,7 +72,7 @@ def mqa_logits(
         return jnp.where(inside, scores(quant.decode_query(q, form), weights, values, scale), -jnp.inf)
 
     per_row = keys.shape[0] * weights.shape[1] * 4
-    return map_rows(rows, (q, weights.astype(jnp.float32), starts, ends), per_row)
+    return map_rows(rows, (q, weights.astype(jnp.float32), starts, ends), per_row).astype(dtype)
 
 
 def _page_rows(cache: Cache, step: Step) -> Array:

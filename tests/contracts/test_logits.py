@@ -189,6 +189,25 @@ def _eager(*args, **kwargs):
     return ops.paged_mqa_logits(*arrays, **kwargs)
 
 
+@pytest.mark.parametrize("form", ["f32", "fp8"])
+def test_bfloat16(form):
+    """Half the bytes: the float32 scores rounded once, in both parts of a mixed step and for contiguous keys."""
+    layout, facts = cases.layout(index=form), cases.batch(**MIXED)
+    cache, q, weights, expected = scenario(layout, facts)
+    step = cases.step(facts, layout)
+    exact = np.asarray(_eager(q, weights, cache, 2, step))
+    got = np.asarray(_eager(q, weights, cache, 2, step, dtype="bfloat16"))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
+    assert (got.astype(np.float32) != exact).any()
+    limits = np.isfinite(expected).sum(axis=1).astype(np.int32)
+    best = cases.topk_indices(jnp.asarray(got), limits, 3)
+    np.testing.assert_array_equal(best, cases.topk_indices(got.astype(np.float32), limits, 3))
+    keys, windows = cases.gather_index_k(cache, 2, step), (np.zeros_like(limits), limits)
+    flat = [ops.mqa_logits(q, keys, weights, *windows, dtype=d) for d in (jnp.float32, jnp.bfloat16)]
+    np.testing.assert_array_equal(np.asarray(flat[1]), np.asarray(flat[0]).astype(jnp.bfloat16))
+
+
 # --- contiguous keys -----------------------------------------------------------------------------------------------
 
 
@@ -289,11 +308,18 @@ def test_errors():
         )
     with pytest.raises(ValueError, match="build the metadata with layout=cache.layout"):
         ops.paged_mqa_logits(q, weights, Cache.create(cases.layout("v1", index="fp8"), 2), 0, step)
+    for dtype in (jnp.float16, "bf16", None):
+        with pytest.raises(
+            ValueError, match=r"paged_mqa_logits: dtype is .*wanted float32 or bfloat16. Pass"
+        ):
+            ops.paged_mqa_logits(q, weights, cache, 0, step, dtype=dtype)
 
 
 def test_contiguous_errors():
     windows = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     q, keys, weights = jnp.zeros((1, 2, 8)), jnp.zeros((3, 8)), jnp.zeros((1, 2))
+    with pytest.raises(ValueError, match="mqa_logits: dtype is 'int8', wanted float32 or bfloat16"):
+        ops.mqa_logits(q, keys, weights, *windows, dtype="int8")
     codes = keys.astype(jnp.uint8)
     with pytest.raises(ValueError, match=r"mqa_logits: .*k has shape \[3, 7\]"):
         ops.mqa_logits(q, keys[:, :7], weights, *windows)

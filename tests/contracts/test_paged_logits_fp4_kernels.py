@@ -104,6 +104,18 @@ def test_exponents_of_any_distance(kernel, key_bytes, query_bytes):
     assert kernel == "triton" or not races_found()
 
 
+def test_bfloat16_scores_are_those_of_float32_rounded():
+    arguments, _ = scenario((70, 0, 128), n=2, heads=32, page_size=64, width=3)
+    call = functools.partial(
+        paged_logits_fp4_mosaic.paged_logits_decode,
+        page_scale=SCALE, layer_offset=LAYER_OFFSET, config=Config(stages=4), blocks=3, interpret=INTERPRETED,
+    )  # fmt: skip
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    got, exact = (jax.jit(functools.partial(call, dtype=d))(*arguments) for d in (jnp.bfloat16, jnp.float32))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(exact).astype(jnp.bfloat16))
+
+
 def one_key_apart(distance: int, group: int = 2):
     """Keys with equal exponents but for one group of one key, which lies `distance` below."""
     (q, weights, keys, words, table, limits), _ = scenario(

@@ -66,7 +66,7 @@ def scenario(lengths: tuple[int, ...], *, n: int, heads: int, page_size: int, wi
     return (q, weights, keys, scales, table, limits), expected.reshape(requests * n, -1)
 
 
-def run(arguments, *, kernel="mosaic", config=None, blocks=3, offset=LAYER_OFFSET):
+def run(arguments, *, kernel="mosaic", config=None, blocks=3, offset=LAYER_OFFSET, dtype=jnp.float32):
     """A kernel in its interpreter: ``"mosaic"``, the Hopper kernel, or ``"triton"``, the one for all cards."""
     if kernel == "mosaic":
         call = functools.partial(
@@ -74,7 +74,7 @@ def run(arguments, *, kernel="mosaic", config=None, blocks=3, offset=LAYER_OFFSE
         )
     else:
         call = paged_logits_triton.paged_logits_decode
-    call = jax.jit(functools.partial(call, page_scale=SCALE))
+    call = jax.jit(functools.partial(call, page_scale=SCALE, dtype=dtype))
     return np.asarray(call(*map(jnp.asarray, arguments), layer_offset=offset))
 
 
@@ -166,6 +166,16 @@ def test_the_schedule_never_changes_a_bit():
     np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
+    """Scores, masked scores and what is filled: a table of more than one unit of filling, and of a part of one."""
+    arguments, _ = scenario((70, 0, 128), n=2, heads=32, page_size=64, width=11)
+    got = run(arguments, kernel=kernel, dtype=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, run(arguments, kernel=kernel).astype(jnp.bfloat16))
+    assert kernel == "triton" or not races_found()
+
+
 def test_float8_queries_are_the_same_bytes():
     (q, *rest), expected = scenario((70, 64), n=1, heads=32, page_size=64, width=2)
     check(run((q.view(jnp.float8_e4m3fn), *rest)), expected)
@@ -223,6 +233,10 @@ def test_contexts(page_size, group, config):
     got = jax.jit(call)(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)
     check(np.asarray(got), expected)
     assert not races_found()
+    if page_size == 64:
+        rounded = jax.jit(functools.partial(call, dtype=jnp.bfloat16))
+        rounded = rounded(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)
+        np.testing.assert_array_equal(np.asarray(rounded), np.asarray(got).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -310,6 +324,7 @@ def test_the_triton_kernel_runs_everywhere(capability):
         (Device("cpu", "cpu"), FITTING, "8.0"),
         (HOPPER, FITTING | dict(page_size=8), "page_size is 8"),
         (HOPPER, FITTING | dict(heads=48), "index heads is 48"),
+        (HOPPER, FITTING | dict(heads=128, new_tokens=5), "times new tokens is 640"),
         (HOPPER, FITTING | dict(new_tokens=0), "new tokens per request is 0"),
         (HOPPER, FITTING | dict(head_dim=64), "index head dim is 64"),
     ],

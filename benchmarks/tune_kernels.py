@@ -1,0 +1,348 @@
+"""What `benchmarks.tune` can tune: problems, checks and candidate schedules of the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import fp4_check, kernel_check, paged_logits, sparse_mla_check, topk_append_check
+from dsa_jax.compat import Device, target_device
+from dsa_jax.pallas import (
+    paged_logits_config,
+    paged_logits_fp4_mosaic,
+    paged_logits_mosaic,
+    paged_logits_triton,
+    sparse_mla_mosaic,
+    sparse_mla_triton,
+    topk_mosaic,
+    topk_triton,
+)
+
+Shape = dict[str, Any]
+_BOUND = 5e-6
+_SETS = 64
+"""Most sets of arguments that calls go through; those of small problems exceed the L2 cache with as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A shape with its data.
+
+    Attributes:
+        call: gives the function of the arguments under a schedule.
+        arguments: arguments that rotate through more than the L2 cache.
+        check: compares a compiled function with the reference; ``"ok"`` or what is wrong.
+        kernel: part of the names of the device kernels whose time counts, empty for all.
+    """
+
+    call: Callable[[Any], Callable[..., Any]]
+    arguments: Sequence[tuple]
+    check: Callable[[Callable[..., Any]], str]
+    kernel: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """How a kernel is tuned.
+
+    Attributes:
+        numbers: the shape's numbers and their defaults, None for those that must be given.
+        problem: data of a shape.
+        default: the schedule that the library chooses.
+        candidates: schedules to compare it with.
+        supported: raises NotImplementedError where the kernel does not take the shape.
+        facts: what a rule's conditions are about; the shape itself if None.
+        refuses: says why a shape cannot be measured.
+    """
+
+    numbers: Shape
+    problem: Callable[[Shape], Problem]
+    default: Callable[[Shape], Any]
+    candidates: Callable[[Shape], list[Any]]
+    supported: Callable[[Device, Shape], None]
+    facts: tuple[str, ...] | None = None
+    refuses: Callable[[Shape], str | None] = lambda shape: None
+
+    def when(self, shape: Shape) -> Shape:
+        """The numbers of a rule's conditions."""
+        return {name: shape[name] for name in self.facts or tuple(shape)}
+
+
+# --- scores --------------------------------------------------------------------------------------------------------
+
+_DECODE: Shape = dict(requests=None, keys=None, heads=64, new_tokens=1, page_size=64)
+_DECODE_FACTS = ("requests", "keys", "heads", "new_tokens")
+
+
+def _paged(shape: Shape) -> paged_logits.Problem:
+    return paged_logits.Problem(
+        shape["requests"], shape["keys"], shape["heads"], shape["new_tokens"], shape["page_size"]
+    )
+
+
+def _decode_fact(shape: Shape) -> Shape:
+    return {name: shape[name] for name in _DECODE_FACTS}
+
+
+def _scored(module: Any, reference: Callable, arrays: tuple, tables: list, limits, q: Callable) -> Problem:
+    """A decode problem; the plan of the work is made in the call, and its time does not count."""
+    options: dict = dict(page_scale=1, layer_offset=0)
+    want = reference(*arrays, tables[0], limits)
+
+    def call(config: Any) -> Callable[..., Any]:
+        def run(*operands):
+            *arrays, table, limits = operands
+            return module.paged_logits_decode(*q(arrays), table, limits, config=config, **options)
+
+        return run
+
+    def check(program: Callable) -> str:
+        diff, misplaced = paged_logits.difference(program(*arrays, tables[0], limits), want)
+        good = float(diff) < _BOUND and not int(misplaced)
+        return "ok" if good else f"WRONG: difference {float(diff):.1e}, {int(misplaced)} columns misplaced"
+
+    arguments = [(*arrays, table, limits) for table in tables[:_SETS]]
+    return Problem(call, arguments, check, "paged_mqa_logits")
+
+
+def _fp8_problem(module: Any, shape: Shape) -> Problem:
+    (*arrays, limits), tables = paged_logits.inputs(_paged(shape))
+    return _scored(module, paged_logits.reference, tuple(arrays), tables, limits, tuple)
+
+
+def _fp4_problem(shape: Shape) -> Problem:
+    (*arrays, limits), tables = fp4_check.inputs(_paged(shape))
+    pair = lambda arrays: ((arrays[0], arrays[1]), *arrays[2:])
+    return _scored(paged_logits_fp4_mosaic, fp4_check.reference, tuple(arrays), tables, limits, pair)
+
+
+def _prefill_problem(shape: Shape) -> Problem:
+    problem = paged_logits.ContextProblem(shape["tokens"], shape["keys"], shape["heads"], shape["page_size"])
+    (q, weights, keys, scales, limits), tables = paged_logits.context_inputs(problem)
+    owners = jnp.zeros_like(limits)
+    own = jnp.broadcast_to(tables[0], (problem.tokens, problem.width))
+    want = paged_logits.reference(q[:, None], weights[:, None], keys, scales, own, limits[:, None])
+
+    def call(config: Any) -> Callable[..., Any]:
+        return functools.partial(
+            paged_logits_mosaic.paged_logits_prefill, page_scale=1, layer_offset=0, config=config
+        )
+
+    def check(program: Callable) -> str:
+        diff, misplaced = paged_logits.difference(program(*arguments[0]), want)
+        good = float(diff) < _BOUND and not int(misplaced)
+        return "ok" if good else f"WRONG: difference {float(diff):.1e}, {int(misplaced)} columns misplaced"
+
+    arguments = [(q, weights, keys, scales, table, owners, limits) for table in tables]
+    return Problem(call, arguments, check, "paged_mqa_logits")
+
+
+def _fp8_default(shape: Shape) -> Any:
+    return paged_logits_config.default_config(**_decode_fact(shape), cores=_cores())
+
+
+def _fp8_candidates(shape: Shape) -> list[Any]:
+    columns = shape["heads"] * shape["new_tokens"]
+    wide = kernel_check.DOUBLE if columns <= 128 else kernel_check.STACKED
+    return [*kernel_check.SHORT, *kernel_check.NARROW] if columns <= 64 else [*kernel_check.SHORT, *wide]
+
+
+def _fp4_candidates(shape: Shape) -> list[Any]:
+    make = paged_logits_fp4_mosaic.PagedLogitsFp4Config
+    columns = shape["heads"] * shape["new_tokens"]
+    more = [
+        make(compute_warpgroups=3, registers=(152, 40)),
+        make(compute_warpgroups=2, registers=(224, 56), product_columns=128),
+        make(compute_warpgroups=1, blocks_per_core=2),
+    ]
+    return [*(fp4_check.SWEEP if columns <= 64 else ()), *more]
+
+
+def _triton_scores(shape: Shape) -> list[Any]:
+    grid = itertools.product((4, 8, 16), (4, 8), (2, 3, 4))
+    return [paged_logits_triton.Config(*fields) for fields in grid]
+
+
+def _fits_pages(shape: Shape) -> str | None:
+    rest = shape["keys"] % shape["page_size"]
+    return f"keys is {shape['keys']}, wanted a multiple of page_size {shape['page_size']}" if rest else None
+
+
+def _fits_prefill(shape: Shape) -> str | None:
+    if not shape["tokens"] <= min(shape["keys"], 1024):
+        return f"tokens is {shape['tokens']}, wanted at most keys, and at most 1,024, which the reference can check"
+    return _fits_pages(shape)
+
+
+def _cores() -> int:
+    return target_device().cores or 132
+
+
+def _takes_scores(module: Any) -> Callable[[Device, Shape], None]:
+    def supported(device: Device, shape: Shape) -> None:
+        numbers = {name: shape.get(name, 1) for name in ("heads", "new_tokens", "page_size")}
+        module.supported_on(device, **numbers)
+
+    return supported
+
+
+# --- top-k ---------------------------------------------------------------------------------------------------------
+
+
+def _topk_problem(module: Any, shape: Shape) -> Problem:
+    rows, columns, k = shape["rows"], shape["columns"], topk_append_check.K
+    sets = int(np.clip(200e6 // (rows * columns * 4) + 1, 2, 12))
+    limits = jnp.full((rows,), columns, jnp.int32)
+    return Problem(
+        lambda config: lambda x, limits: module.topk(x, limits, k, config=config),
+        [(topk_append_check.scores("normal", rows, columns, seed), limits) for seed in range(sets)],
+        lambda program: topk_append_check.check_topk(program, rows, columns, None),
+    )
+
+
+def _clusters(shape: Shape) -> list[Any]:
+    """Threads and blocks that hold a row, with as few scores a thread as that takes."""
+    found = []
+    for threads, cluster in itertools.product((256, 512, 1024), (1, 2, 4, 8)):
+        share = -(-shape["columns"] // (threads * cluster))
+        items = min(max(1 << (share - 1).bit_length(), 4), 64)
+        spans = -(-shape["columns"] // (threads * items * cluster))
+        if spans > 1 and cluster < topk_mosaic.MAX_CLUSTER and items * threads < 65536:
+            continue  # a larger block or cluster holds more of the row
+        found += [
+            topk_mosaic.Config(threads, items, cluster, samples=samples)
+            for samples in (512, 1024, 2048)
+            if samples >= threads
+        ]
+    return found
+
+
+def _tiles(shape: Shape) -> list[Any]:
+    columns = shape["columns"]
+    widest = min(max(1 << (columns - 1).bit_length(), 1024), topk_triton.MAX_TILE)
+    found = []
+    for largest, warps in itertools.product((widest, widest // 2), (2, 4, 8, 16)):
+        if largest >= max(1024, 128 * warps):
+            small = largest > 8192 >= 128 * warps
+            config = topk_triton.Config((8192, largest) if small else (largest,), warps)
+            span = topk_triton.span_of(config, columns, topk_append_check.K)
+            found.append(dataclasses.replace(config, span=span))
+    return found
+
+
+def _triton_topk_default(shape: Shape) -> Any:
+    return topk_triton.default_config(**shape, k=topk_append_check.K)
+
+
+def _takes_k(module: Any) -> Callable[[Device, Shape], None]:
+    return lambda device, shape: module.supported_on(device, k=topk_append_check.K)
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def _attention_problem(kernel: Callable[..., Any], shape: Shape) -> Problem:
+    problem = sparse_mla_check.Shape(
+        shape["tokens"], shape["heads"], shape["keys"], form=shape["form"], slots=_slots(shape)
+    )
+    q, keys, rows = sparse_mla_check.make(problem, seed=1)
+    chosen = np.unique(np.r_[np.arange(min(5, problem.tokens)), problem.tokens // 2, problem.tokens - 1])
+    checked, offset = rows[0][chosen], jnp.int32(0)
+    reference = jax.jit(sparse_mla_check.reference, static_argnums=(0, 5))
+    want = reference(problem.form, q[chosen], keys, checked, offset, problem.scale)
+    empty = np.asarray((checked < 0).all(axis=1))
+
+    def call(config: Any) -> Callable[..., Any]:
+        run = cast(Any, kernel)(**dataclasses.asdict(config))
+        return functools.partial(run, problem)
+
+    def check(program: Callable) -> str:
+        got = program(q, keys, rows[0], offset)
+        found = sparse_mla_check.errors([x[chosen] for x in got], want, empty)
+        return (
+            "ok"
+            if not found["wrong"]
+            else f"WRONG: {found['wrong']} entries, difference {found['max_out']:.1e}"
+        )
+
+    return Problem(call, [(q, keys, own, offset) for own in rows], check)
+
+
+def _slots(shape: Shape) -> int:
+    """Pages of a pool larger than the L2 cache, in which every query has keys of its own as far as 2 GB go."""
+    return int(np.clip(shape["tokens"] * shape["keys"] * 4 // sparse_mla_check.PAGE_SIZE, 4096, 32768))
+
+
+def _attention_default(module: Any, shape: Shape) -> Any:
+    numbers = {name: shape[name] for name in ("tokens", "heads", "keys")}
+    return module.default_config(target_device(), shape["form"], **numbers)
+
+
+def _mosaic_attention(shape: Shape) -> list[Any]:
+    default = _attention_default(sparse_mla_mosaic, shape)
+    kinds: list[dict] = [dict(), dict(ahead=True), dict(auto_barriers=False), dict(prefetch=256)]
+    kinds += [dict(halves=True, auto_barriers=False), dict(halves=True, auto_barriers=False, ahead=True)]
+    changes = [*kinds, *(dict(splits=splits) for splits in (1, 2, 4, 8))]
+    return [dataclasses.replace(default, **change) for change in changes]
+
+
+def _triton_attention(shape: Shape) -> list[Any]:
+    default = _attention_default(sparse_mla_triton, shape)
+    grid = itertools.product((16, 32, 64), (16, 32, 64), (2, 3), (4, 8))
+    names = ("block_keys", "block_heads", "num_stages", "num_warps")
+    found = [dataclasses.replace(default, **dict(zip(names, fields, strict=True))) for fields in grid]
+    return [config for config in found if config.block_heads <= max(16, shape["heads"])]
+
+
+def _takes_form(module: Any) -> Callable[[Device, Shape], None]:
+    return lambda device, shape: module.supported_on(device, form=shape["form"])
+
+
+_ROWS: Shape = dict(rows=None, columns=None)
+_ATTENTION: Shape = dict(tokens=None, heads=128, keys=2048, form="bf16")
+
+KERNELS: dict[str, Kernel] = {
+    "paged_logits_mosaic": Kernel(
+        _DECODE, functools.partial(_fp8_problem, paged_logits_mosaic), _fp8_default, _fp8_candidates,
+        _takes_scores(paged_logits_mosaic), _DECODE_FACTS, _fits_pages,
+    ),
+    "paged_logits_mosaic_prefill": Kernel(
+        dict(tokens=512, keys=2048, heads=64, page_size=64), _prefill_problem,
+        lambda shape: paged_logits_config.prefill_config(heads=shape["heads"]),
+        lambda shape: [*kernel_check.CONTEXTS],
+        _takes_scores(paged_logits_mosaic), ("heads",), _fits_prefill,
+    ),
+    "paged_logits_fp4_mosaic": Kernel(
+        _DECODE, _fp4_problem,
+        lambda shape: paged_logits_fp4_mosaic.default_config(**_decode_fact(shape)),
+        _fp4_candidates, _takes_scores(paged_logits_mosaic), _DECODE_FACTS, _fits_pages,
+    ),
+    "paged_logits_triton": Kernel(
+        _DECODE, functools.partial(_fp8_problem, paged_logits_triton),
+        lambda shape: paged_logits_triton.default_config(target_device(), **_decode_fact(shape)),
+        _triton_scores, _takes_scores(paged_logits_triton), _DECODE_FACTS, _fits_pages,
+    ),
+    "topk_mosaic": Kernel(
+        _ROWS, functools.partial(_topk_problem, topk_mosaic),
+        lambda shape: topk_mosaic.default_config(**shape, cores=_cores()), _clusters, _takes_k(topk_mosaic),
+    ),
+    "topk_triton": Kernel(
+        _ROWS, functools.partial(_topk_problem, topk_triton), _triton_topk_default, _tiles, _takes_k(topk_triton),
+    ),
+    "sparse_mla_mosaic": Kernel(
+        _ATTENTION, functools.partial(_attention_problem, sparse_mla_check.mosaic),
+        functools.partial(_attention_default, sparse_mla_mosaic), _mosaic_attention, _takes_form(sparse_mla_mosaic),
+    ),
+    "sparse_mla_triton": Kernel(
+        _ATTENTION, functools.partial(_attention_problem, sparse_mla_check.triton),
+        functools.partial(_attention_default, sparse_mla_triton), _triton_attention, _takes_form(sparse_mla_triton),
+    ),
+}  # fmt: skip
+"""By the names that rules have."""

@@ -1,0 +1,308 @@
+"""Kernels for scores of contiguous keys inside windows, interpreted on the CPU, against the NumPy float64 model."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import cases
+import fp4_scores
+from dsa_jax.compat import Device
+from dsa_jax.pallas import (
+    paged_logits_plan,
+    paged_logits_triton,
+    window_logits_mosaic,
+    window_logits_triton,
+)
+from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
+from numpy_model import E4M3, encode_e4m3, scores
+
+INTERPRETED = plgpu.InterpretGPUParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
+NAN_CODE = 0x7F
+LEAST, MOST = -(1 << 31), (1 << 31) - 1
+
+Window = tuple[int, int]
+
+
+def races_found() -> bool:
+    """Whether the interpreter saw two accesses in no order since it was last reset."""
+    return (
+        importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races().races_found
+    )
+
+
+def masks(windows: tuple[Window, ...], keys: int):
+    """Starts and ends as the kernels take them, and which keys lie inside each row's window."""
+    starts, ends = np.asarray(windows, np.int64).T
+    column = np.arange(keys)
+    inside = (column >= starts[:, None]) & (column < ends[:, None])
+    return starts.astype(np.int32), ends.astype(np.int32), inside
+
+
+@functools.cache
+def scenario(windows: tuple[Window, ...], *, keys: int, heads: int = 32):
+    """Arguments and expected scores. Keys in no window and rows with an empty one are NaN in every array they have."""
+    rng = np.random.default_rng(0)
+    starts, ends, inside = masks(windows, keys)
+    q, data = (encode_e4m3(rng.normal(size=shape)) for shape in ((len(windows), heads, 128), (keys, 128)))
+    weights = rng.normal(size=(len(windows), heads)).astype(np.float32)
+    scale = rng.uniform(0.5, 2.0, keys).astype(np.float32)
+    unseen, blind = ~inside.any(axis=0), ~inside.any(axis=1)
+    data[unseen], scale[unseen] = NAN_CODE, np.nan
+    q[blind], weights[blind] = NAN_CODE, np.nan
+    expected = np.full((len(windows), keys), -np.inf)
+    for row, own in enumerate(inside):
+        expected[row, own] = scores(E4M3[q[row]], weights[row], E4M3[data[own]], scale[own])
+    return (q, weights, data, scale, starts, ends), expected
+
+
+@functools.cache
+def fp4_scenario(windows: tuple[Window, ...], *, keys: int, heads: int):
+    """The same with FP4 queries and keys."""
+    rng = np.random.default_rng(1)
+    starts, ends, inside = masks(windows, keys)
+    q, q_bytes = fp4_scores.draw(rng, (len(windows), heads))
+    data, bytes_ = fp4_scores.draw(rng, (keys,), fp4_scores.FAR)
+    bytes_[~inside.any(axis=0)] = 255
+    q_bytes[~inside.any(axis=1)] = 255
+    weights = rng.normal(size=(len(windows), heads)).astype(np.float32)
+    q_values, values = fp4_scores.values(q, q_bytes), fp4_scores.values(data, bytes_)
+    expected = np.full((len(windows), keys), -np.inf)
+    for row, own in enumerate(inside):
+        expected[row, own] = scores(q_values[row], weights[row], values[own], None)
+    query = (fp4_scores.packed(q), fp4_scores.words(q_bytes))
+    return (query, weights, fp4_scores.packed(data), fp4_scores.words(bytes_), starts, ends), expected
+
+
+def run(arguments, *, blocks=3, dtype=jnp.float32, **config):
+    """The Hopper kernel in its interpreter."""
+    call = functools.partial(
+        window_logits_mosaic.window_logits,
+        config=PagedLogitsConfig(**config),
+        blocks=blocks,
+        dtype=dtype,
+        interpret=INTERPRETED,
+    )
+    return np.asarray(jax.jit(call)(*map(jnp.asarray, arguments)))
+
+
+def run_triton(arguments, dtype=jnp.float32):
+    """The kernel for all cards in its interpreter."""
+    call = jax.jit(functools.partial(window_logits_triton.window_logits, dtype=dtype))
+    return np.asarray(call(*jax.tree.map(jnp.asarray, arguments)))
+
+
+def check(got: np.ndarray, expected: np.ndarray) -> None:
+    """-inf exactly where expected, and float32's accuracy elsewhere."""
+    assert got.dtype == np.float32
+    assert got.shape == expected.shape
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    seen = np.isfinite(expected)
+    size = np.abs(expected[seen]).max(initial=0.0)
+    np.testing.assert_allclose(got[seen], expected[seen], rtol=2e-6, atol=2e-6 * size)
+
+
+CAUSAL = tuple((0, end) for end in range(120, 141))
+PACKED = (*((0, end) for end in range(1, 8)), *((70, 70 + i) for i in range(1, 6)), *[(130, 193)] * 5)
+"""Three texts one behind the other; two groups of rows hold the end of one and the beginning of the next."""
+FAR = ((600, 640), (0, 3), (1279, 1280), (640, 641), (0, 0), (0, 0), (0, 0), (0, 0), (700, 1100))
+"""Groups of four: all keys between two windows are read in vain, a group of nothing, and a last group of one row."""
+ODD = (
+    (5, 5),
+    (9, 2),
+    (-7, 3),
+    (LEAST, MOST),
+    (63, 65),
+    (64, 128),
+    (190, MOST),
+    (LEAST, 0),
+    (300, 400),
+    (0, 1),
+)
+"""Empty, reversed, cut at either end, outside altogether, and around a tile."""
+CASES = {
+    "causal": (CAUSAL, 192, dict(group_columns=256, stages=2)),
+    "texts": (PACKED, 193, dict(group_columns=160, stages=4, product_columns=64)),
+    "far apart": (FAR, 1280, dict(group_columns=128, compute_warpgroups=1, stages=3, query_buffers=1)),
+    "odd": (ODD, 200, dict(group_columns=128, stages=2)),
+    "one row": (((65, 66),), 129, dict(compute_warpgroups=3, stages=3)),
+    "fewer keys than a tile": (((0, 7), (3, 5)), 7, dict(stages=2)),
+    "nothing": (((4, 4), (700, 800)), 600, dict(stages=2)),
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_windows(name, blocks):
+    windows, keys, config = CASES[name]
+    arguments, expected = scenario(windows, keys=keys)
+    check(run(arguments, blocks=blocks, **config), expected)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("cores", [1, 108])
+@pytest.mark.parametrize("name", CASES)
+def test_windows_on_every_card(name, cores, monkeypatch):
+    """On few cores a program has many pages: some before the windows, some inside, some behind."""
+    monkeypatch.setattr(paged_logits_triton, "target_device", lambda: Device("cpu", "cpu", None, cores))
+    windows, keys, _ = CASES[name]
+    arguments, expected = scenario(windows, keys=keys)
+    check(run_triton(arguments), expected)
+
+
+@pytest.mark.parametrize("name", ["texts", "far apart"])
+def test_windows_of_fp4_keys(name):
+    windows, keys, _ = CASES[name]
+    arguments, expected = fp4_scenario(windows, keys=keys, heads=16)
+    check(run_triton(arguments), expected)
+
+
+@pytest.mark.parametrize("implementation", ["triton"])
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_the_op_with_a_kernel(implementation, form):
+    """Through the op's signature and dispatch; weights in bfloat16 are scored in float32."""
+    case = scenario if form == "fp8" else fp4_scenario
+    (q, weights, data, scale, starts, ends), _ = case(PACKED, keys=193, heads=16)
+    score = lambda name: np.asarray(
+        cases.mqa_logits(q, (data, scale), weights.astype(jnp.bfloat16), starts, ends, implementation=name)
+    )
+    check(score(implementation), score("xla"))
+
+
+def test_64_heads_and_the_librarys_schedule():
+    arguments, expected = scenario(PACKED, keys=256, heads=64)
+    call = functools.partial(window_logits_mosaic.window_logits, blocks=4, interpret=INTERPRETED)
+    check(np.asarray(jax.jit(call)(*map(jnp.asarray, arguments))), expected)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("kernel", [run, run_triton])
+def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
+    arguments, _ = scenario(FAR, keys=1280)
+    got = kernel(arguments, dtype=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, kernel(arguments).astype(jnp.bfloat16))
+
+
+def test_the_schedule_never_changes_a_bit():
+    arguments, _ = scenario(PACKED, keys=193)
+    first = run(arguments, group_columns=256)
+    other = run(arguments, blocks=7, group_columns=96, compute_warpgroups=3, product_columns=32)
+    np.testing.assert_array_equal(first, other)
+
+
+def test_a_plan_of_its_own():
+    """A plan may be made once for all layers; float8 queries are the same bytes."""
+    (q, *rest), expected = scenario(PACKED, keys=193)
+    config = PagedLogitsConfig(group_columns=128, stages=2)
+    *_, starts, ends = rest
+    plan = window_logits_mosaic.window_plan(starts, ends, heads=32, keys=193, config=config, blocks=2)
+    got = window_logits_mosaic.window_logits(
+        q.view(jnp.float8_e4m3fn), *map(jnp.asarray, rest), plan=plan, config=config, interpret=INTERPRETED
+    )
+    check(np.asarray(got), expected)
+
+
+@pytest.mark.parametrize("kernel", [run, run_triton])
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (3, 0)])
+def test_without_rows_or_keys(rows, keys, kernel):
+    zeros = lambda *shape: np.zeros(shape, np.int32)
+    q, data = zeros(rows, 32, 128).astype(np.uint8), zeros(keys, 128).astype(np.uint8)
+    weights, scales = (np.ones(shape, np.float32) for shape in ((rows, 32), keys))
+    got = kernel((q, weights, data, scales, zeros(rows), zeros(rows) + 9))
+    assert got.shape == (rows, keys)
+    assert np.isneginf(got).all()
+
+
+def random_windows(keys: int, seed: int) -> tuple[Window, ...]:
+    """As many rows as a step may have, in groups around each other, far apart, empty, or beyond the keys."""
+    rng = np.random.default_rng(seed)
+    centre = rng.integers(0, keys, 13).repeat(5)
+    starts = centre - rng.integers(0, 300, 65)
+    return tuple(zip(starts.tolist(), (starts + rng.integers(-50, 700, 65)).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+@pytest.mark.parametrize("keys", [1, 640, 2000])
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_plan_covers_everything_once_and_evenly(size, keys, blocks):
+    """Tiles and fill units of all blocks, walked as the kernel does, are every column of every group, once."""
+    tile, unit = paged_logits_plan.TILE, paged_logits_plan.FILL
+    windows = random_windows(keys, seed=keys)
+    starts, ends = np.asarray(windows, np.int32).T
+    plan = window_logits_mosaic.window_plan(
+        jnp.asarray(starts), jnp.asarray(ends), heads=32, keys=keys, blocks=blocks,
+        config=PagedLogitsConfig(group_columns=32 * size),
+    )  # fmt: skip
+    work, groups, limits = map(np.asarray, plan)
+    columns = -(-keys // tile) * tile
+    written = np.zeros((len(groups), columns), int)
+    scored, filled = np.zeros(blocks, int), np.zeros(blocks, int)
+    for block, share in enumerate(work.tolist()):
+        first, begin, first_end, last, end = share[:5]
+        for g in range(first, last + 1):
+            left = begin if g == first else groups[g, 3]
+            right = first_end if g == first else end if g == last else groups[g, 4]
+            written[g, left * tile : right * tile] += 1
+            scored[block] += max(0, right - left)
+        first, begin, last, end = share[5:]
+        for g in range(first, last + 1):
+            before, after, items = map(
+                int, window_logits_mosaic.fill_items(groups[g, 3], groups[g, 4], columns)
+            )
+            for item in range(begin if g == first else 0, end if g == last else items):
+                left = (item if item < before else item - before + after) * unit
+                place = np.arange(left, min(left + unit, columns))
+                outside = (place < groups[g, 3] * tile) | (place >= groups[g, 4] * tile)
+                assert outside.any(), "a unit in vain"
+                written[g, place[outside]] += 1
+                filled[block] += 1
+    assert (written == 1).all()
+    assert np.ptp(scored) <= 1
+    assert np.ptp(filled) <= 1
+    for g, (_, first_row, count, begin, end) in enumerate(groups.tolist()):
+        assert count == min(size, 65 - g * size)
+        seen = [
+            np.arange(keys)[max(0, a) : max(0, b)] for a, b in windows[first_row : first_row + count] if a < b
+        ]
+        seen = np.concatenate([np.zeros(0, int), *seen])
+        wanted = (seen.min() // tile, seen.max() // tile + 1) if seen.size else (begin, begin)
+        assert (begin, end) == wanted
+    assert limits.shape == (len(groups), 2 * size)
+
+
+HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)
+
+
+def test_supported():
+    window_logits_mosaic.supported_on(HOPPER, heads=64)
+    window_logits_triton.supported_on(Device("gpu", "NVIDIA A100", (8, 0), 108), heads=16)
+
+
+@pytest.mark.parametrize(
+    ("device", "problem", "reason"),
+    [
+        (Device("gpu", "NVIDIA A100", (8, 0), 108), dict(heads=64), "9.0"),
+        (Device("cpu", "cpu"), dict(heads=64), "9.0"),
+        (HOPPER, dict(heads=16), "index heads is 16"),
+        (HOPPER, dict(heads=64, head_dim=64), "index head dim is 64"),
+    ],
+)
+def test_refusals_give_the_reason(device, problem, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        window_logits_mosaic.supported_on(device, **problem)
+
+
+def test_refusals_of_the_kernel_for_every_card():
+    with pytest.raises(NotImplementedError, match="8.0"):
+        window_logits_triton.supported_on(Device("gpu", "an old card", (7, 5), 40), heads=64)
+    with pytest.raises(NotImplementedError, match="index heads is 48"):
+        window_logits_triton.supported_on(HOPPER, heads=48)

@@ -1,0 +1,367 @@
+"""Schedules as data: the rules of the package, how a file of rules is read, and who may choose otherwise."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dsa_jax.compat import Device, describe
+from dsa_jax.pallas import (
+    paged_logits_config,
+    paged_logits_fp4_mosaic,
+    paged_logits_triton,
+    sparse_mla_mosaic,
+    sparse_mla_triton,
+    topk_mosaic,
+    topk_triton,
+    tuning,
+)
+from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Fp8
+from dsa_jax.pallas.paged_logits_fp4_mosaic import PagedLogitsFp4Config as Fp4
+
+A100, H200, B200 = (describe("gpu", f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "H200", "B200"))
+
+
+@pytest.fixture(autouse=True)
+def no_rules_left():
+    """Every test begins and ends with the package's rules alone."""
+    yield
+    if tuning._loaded:
+        tuning.load(None)
+
+
+# --- what the package chooses --------------------------------------------------------------------------------------
+
+SHORT, NARROW = Fp8(compute_warpgroups=1, stages=2, blocks_per_core=2), Fp8(blocks_per_core=2)
+DOUBLE, STACKED = Fp8(compute_warpgroups=3, stages=9), Fp8(registers=(216, 72))
+FP4_32, FP4_64 = Fp4(compute_warpgroups=4, registers=(112, 32)), Fp4(compute_warpgroups=3)
+FP4_128, FP4_WIDE = (
+    Fp4(compute_warpgroups=3, registers=(152, 40)),
+    Fp4(registers=(224, 56), product_columns=128),
+)
+
+
+@pytest.mark.parametrize(
+    ("heads", "new_tokens", "requests", "keys", "fp8", "fp4"),
+    [
+        # Shapes of the benchmarks.
+        (64, 1, 64, 32768, NARROW, FP4_64),
+        (64, 1, 128, 4096, NARROW, FP4_64),
+        (64, 1, 4, 131072, NARROW, FP4_64),
+        (64, 1, 1, 65536, SHORT, FP4_64),
+        (64, 2, 64, 32768, DOUBLE, FP4_128),
+        (64, 2, 128, 4096, DOUBLE, FP4_128),
+        (64, 2, 4, 131072, DOUBLE, FP4_128),
+        (64, 2, 1, 65536, SHORT, FP4_128),
+        (64, 4, 64, 32768, STACKED, FP4_WIDE),
+        (64, 6, 64, 32768, STACKED, FP4_WIDE),
+        (32, 1, 64, 32768, NARROW, FP4_32),
+        (32, 2, 64, 32768, NARROW, FP4_64),
+        (32, 4, 64, 32768, DOUBLE, FP4_128),
+        (32, 6, 64, 32768, STACKED, FP4_WIDE),
+        (64, 1, 16, 4096, SHORT, FP4_64),
+        (32, 2, 16, 4096, SHORT, FP4_64),
+        (64, 3, 16, 4096, STACKED, FP4_WIDE),
+        (64, 8, 16, 4096, STACKED, FP4_WIDE),
+        (64, 8, 16, 2048, STACKED, FP4_WIDE),
+        (32, 1, 300, 2112, NARROW, FP4_32),
+        # What is compiled besides; and few tiles, up to and beyond eight for each of 132 multiprocessors.
+        (64, 3, 64, 32768, STACKED, FP4_WIDE),
+        (64, 5, 64, 2080, STACKED, FP4_WIDE),
+        (64, 8, 64, 32768, STACKED, FP4_WIDE),
+        (64, 2, 64, 2080, DOUBLE, FP4_128),
+        (32, 1, 1, 65536, SHORT, FP4_32),
+        (32, 8, 64, 32768, STACKED, FP4_WIDE),
+        (32, 1, 64, 4096, NARROW, FP4_32),
+        (64, 1, 132, 512, SHORT, FP4_64),
+        (64, 1, 132, 576, NARROW, FP4_64),
+    ],
+)
+def test_schedules_of_paged_scores(heads, new_tokens, requests, keys, fp8, fp4):
+    shape = dict(heads=heads, new_tokens=new_tokens, requests=requests, keys=keys)
+    assert paged_logits_config.default_config(**shape, cores=132) == fp8
+    assert paged_logits_fp4_mosaic.default_config(**shape) == fp4
+    for card in (A100, H200, B200):
+        assert paged_logits_triton.default_config(card, **shape) == paged_logits_triton.Config(8, 4, 3)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_schedule_of_contexts(heads):
+    narrow = dict(group_columns=256, product_columns=128, kept_weights=128)
+    want = Fp8(compute_warpgroups=3, stages=6, registers=(144, 72), **narrow)
+    assert paged_logits_config.prefill_config(heads=heads) == want
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "mosaic", "triton"),
+    [
+        # threads, items, cluster, samples; tiles, warps, span
+        (64, 32768, (512, 32, 2, 2048), ((8192, 32768), 16, 32768)),
+        (64, 8192, (512, 16, 1, 1024), ((8192,), 8, 8192)),
+        (64, 131072, (1024, 64, 2, 2048), ((8192, 16384), 8, 16384)),
+        (4, 131072, (512, 32, 8, 2048), ((8192, 32768), 16, 32768)),
+        (1, 32768, (512, 32, 2, 2048), ((8192, 32768), 16, 32768)),
+        (128, 16384, (1024, 16, 1, 2048), ((8192, 16384), 8, 16384)),
+        (1, 1 << 20, (512, 32, 8, 2048), ((8192, 32768), 16, 65536)),
+        (4096, 8192, (256, 32, 1, 512), ((8192,), 8, 8192)),
+        (1024, 32768, (512, 64, 1, 2048), ((8192, 32768), 16, 32768)),
+        (256, 131072, (1024, 64, 2, 2048), ((8192, 16384), 8, 16384)),
+        (64, 4096, (512, 8, 1, 1024), ((4096,), 4, 4096)),
+        # Either side of the other bounds: two rows, one, a half, a quarter and an eighth of a multiprocessor's.
+        (264, 1000, (512, 4, 1, 1024), ((1024,), 2, 1024)),
+        (265, 2048, (256, 8, 1, 512), ((2048,), 2, 2048)),
+        (265, 4096, (256, 16, 1, 512), ((4096,), 4, 4096)),
+        (132, 20000, (1024, 32, 1, 2048), ((8192, 32768), 16, 32768)),
+        (67, 32768, (1024, 32, 1, 2048), ((8192, 32768), 16, 32768)),
+        (33, 65536, (512, 32, 4, 2048), ((8192, 32768), 16, 32768)),
+        (34, 65536, (1024, 64, 1, 2048), ((8192, 32768), 16, 32768)),
+        (16, 65537, (512, 32, 8, 2048), ((8192, 32768), 16, 32768)),
+        (17, 65537, (1024, 64, 2, 2048), ((8192, 32768), 16, 32768)),
+        (132, 32769, (1024, 64, 1, 2048), ((8192, 16384), 8, 16384)),
+    ],
+)
+def test_schedules_of_top_k(rows, columns, mosaic, triton):
+    threads, items, cluster, samples = mosaic
+    want = topk_mosaic.Config(threads, items, cluster, samples=samples)
+    assert topk_mosaic.default_config(rows, columns, 132) == want
+    assert topk_triton.default_config(rows, columns, 2048) == topk_triton.Config(*triton)
+
+
+@pytest.mark.parametrize(
+    ("form", "card", "triton"),
+    [
+        ("bf16", A100, (32, 64, 0, 8, 2, False, 512)),
+        ("bf16", H200, (64, 64, 0, 8, 3, False, 512)),
+        ("bf16", B200, (64, 64, 0, 8, 3, False, 512)),
+        *[(form, A100, (32, 32, 0, 8, 2, False, 128)) for form in ("fp8", "nvfp4", "fp8_ds_mla")],
+        *[(form, H200, (32, 64, 0, 8, 2, False, 128)) for form in ("fp8", "nvfp4", "fp8_ds_mla")],
+        *[(form, B200, (32, 32, 0, 8, 2, False, 128)) for form in ("fp8", "nvfp4", "fp8_ds_mla")],
+        *[("f32", card, (16, 32, 0, 8, 1, False, 64)) for card in (A100, H200, B200)],
+        ("bf16", Device("gpu", "unheard of"), (64, 64, 0, 8, 3, False, 512)),
+    ],
+)
+def test_schedules_of_attention(form, card, triton):
+    """Whatever the number of queries, heads and keys."""
+    registers = dict(compute_registers=208, copy_registers=88) if form == "fp8_ds_mla" else {}
+    for tokens, heads, keys in itertools.product((1, 8, 64, 128, 4096), (8, 16, 64, 128), (1000, 2048)):
+        shape = dict(tokens=tokens, heads=heads, keys=keys)
+        assert sparse_mla_triton.default_config(card, form, **shape) == sparse_mla_triton.Config(*triton)
+        assert sparse_mla_mosaic.default_config(card, form, **shape) == sparse_mla_mosaic.Config(**registers)
+
+
+@pytest.mark.parametrize(("heads", "first"), [(1, "triton"), (16, "triton"), (17, "mosaic"), (128, "mosaic")])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"])
+def test_which_attention_is_tried_first(heads, first, form):
+    facts = {"form": form, "heads": heads}
+    assert tuning.choose("sparse_mla", tuning.Preference, facts, H200) == tuning.Preference(first)
+
+
+def every_choice():
+    """Ask for schedules of many shapes, so that each rule has its turn."""
+    for columns in (1000, 2000, 4000, 8000, 16000, 32000, 65000, 131072):
+        for rows in (1, 16, 33, 66, 132, 264, 4096):
+            topk_mosaic.default_config(rows, columns)
+            topk_triton.default_config(rows, columns, 2048)
+    for heads, new_tokens, requests in ((32, 1, 64), (64, 1, 64), (64, 2, 64), (64, 4, 64), (64, 1, 1)):
+        shape = dict(heads=heads, new_tokens=new_tokens, requests=requests, keys=32768)
+        paged_logits_config.default_config(**shape, cores=132)
+        paged_logits_fp4_mosaic.default_config(**shape)
+        paged_logits_triton.default_config(H200, **shape)
+    paged_logits_config.prefill_config(heads=64)
+    for card in (A100, H200):
+        for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"):
+            for module in (sparse_mla_mosaic, sparse_mla_triton):
+                module.default_config(card, form, tokens=64, heads=128, keys=2048)
+            for heads in (16, 128):
+                tuning.choose("sparse_mla", tuning.Preference, {"form": form, "heads": heads}, card)
+
+
+def test_every_rule_is_reached(monkeypatch):
+    """No rule stands in another's shadow, so none can be changed without an effect."""
+    found, find = set(), tuning.find
+
+    def recording(*arguments):
+        rule = find(*arguments)
+        found.add(rule.name)
+        return rule
+
+    monkeypatch.setattr(tuning, "find", recording)
+    every_choice()
+    assert {rule.name for _, rule in tuning.each(tuning.package())} - found == set()
+
+
+@pytest.mark.parametrize("kernel", tuning.KERNELS)
+def test_every_rule_is_valid(kernel):
+    """Each builds its kernel's class, and the last of a kernel's rules holds for every device and shape."""
+    rules = tuning.package()[kernel]
+    make = tuning.KERNELS[kernel].config_type()
+    built = [rule.build(make) for given in rules.values() for rule in given]
+    assert all(type(config) is make for config in built)
+    assert not rules[tuning.DEFAULT][-1].when
+    assert len({(rule.name) for given in rules.values() for rule in given}) == len(built)
+
+
+# --- files of one's own --------------------------------------------------------------------------------------------
+
+RULE = {
+    "when": {"rows": [60, 70], "columns": [None, 40000]},
+    "config": dict(threads=256, items=16, cluster=8),
+}
+
+
+def written(path, content):
+    path.write_text(json.dumps(content))
+    return path
+
+
+def chosen(rows, columns, card=H200):
+    """The cluster kernel's choice on a card."""
+    facts = dict(rows=rows, columns=columns, cores=132, rows_per_core=rows / 132)
+    return tuning.choose("topk_mosaic", topk_mosaic.Config, facts, card)
+
+
+def test_loaded_rules_come_first(tmp_path):
+    own, package = topk_mosaic.Config(256, 16, 8), topk_mosaic.Config(512, 32, 2)
+    assert chosen(64, 32768) == package
+    assert tuning.load(written(tmp_path / "a.json", {"topk_mosaic": {"NVIDIA H200": [RULE]}})) == 1
+    # Intervals are closed, null is no bound, and what no loaded rule takes is the package's.
+    for rows, columns, want in ((60, 1, own), (70, 40000, own), (59, 20000, package), (71, 40000, None)):
+        assert chosen(rows, columns) == (want or topk_mosaic.Config(1024, 64, 1))
+    assert chosen(64, 32768, B200) == package
+    assert tuning.load(None) == 0
+    assert chosen(64, 32768) == package
+
+
+@pytest.mark.parametrize(
+    ("kind", "card", "applies"),
+    [
+        ("NVIDIA H200", "NVIDIA H200", True),
+        ("H200", "NVIDIA H200", True),
+        ("H200", "NVIDIA GH200 480GB", False),
+        ("A10", "NVIDIA A100-SXM4-80GB", False),
+        ("A100", "NVIDIA A100-SXM4-80GB", True),
+        ("default", "NVIDIA B200", True),
+        ("H100", "NVIDIA H200", False),
+    ],
+)
+def test_kinds_of_device(tmp_path, kind, card, applies):
+    tuning.load(written(tmp_path / "a.json", {"topk_mosaic": {kind: [RULE]}}))
+    assert (chosen(64, 32768, describe("gpu", card)).cluster == 8) is applies
+
+
+def test_a_kind_comes_before_the_default(tmp_path):
+    other = {"config": dict(threads=128, items=4, cluster=1)}
+    path = written(tmp_path / "a.json", {"topk_mosaic": {"default": [other], "H200": [RULE]}})
+    assert tuning.load(path) == 2
+    assert [chosen(64, 32768).threads, chosen(1, 32768).threads, chosen(64, 32768, A100).threads] == [
+        256, 128, 128
+    ]  # fmt: skip
+
+
+def test_loading_reaches_programs_that_were_traced(tmp_path, monkeypatch):
+    """The same call after loading follows the new rules: nothing that was traced under the old ones is kept."""
+    seen, plan = [], topk_mosaic._plan
+    recording = lambda k, columns, config, span: seen.append(config) or plan(k, columns, config, span)
+    monkeypatch.setattr(topk_mosaic, "_plan", recording)
+    call = lambda: topk_mosaic.topk(jnp.arange(600.0)[None], jnp.array([600], jnp.int32), 3)
+    own = topk_mosaic.Config(128, 8, 1, samples=512)
+    first, again = call(), call()
+    fields = dict(threads=128, items=8, cluster=1, samples=512)
+    tuning.load(written(tmp_path / "a.json", {"topk_mosaic": {"default": [{"config": fields}]}}))
+    assert call().tolist() == first.tolist() == again.tolist() == [[597, 598, 599]]
+    assert seen == [topk_mosaic.Config(512, 4, 1, samples=1024), own]
+
+
+def broken(change):
+    content = {"topk_mosaic": {"H200": [copy.deepcopy(RULE), copy.deepcopy(RULE)]}}
+    change(content["topk_mosaic"]["H200"][1])
+    return content
+
+
+SECOND = r"topk_mosaic / H200 / 2.*"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "holds a list, wanted an object of kernels"),
+        ({"topk": {}}, "unknown kernel 'topk', wanted one of .*topk_mosaic"),
+        ({"topk_mosaic": []}, "topk_mosaic: wanted an object of lists of rules"),
+        ({"topk_mosaic": {"H200": RULE}}, "topk_mosaic: wanted an object of lists of rules"),
+        (broken(dict.clear), SECOND + "wanted an object with a config"),
+        (broken(lambda r: r.update(whem={})), SECOND + "unknown whem, wanted when, config and why"),
+        (broken(lambda r: r.update(why=3)), SECOND + "a string as why"),
+        (broken(lambda r: r["when"].update(row=[1, 2])), SECOND + "unknown condition 'row', wanted one of rows"),
+        (broken(lambda r: r["when"].update(rows=[2, 1])), SECOND + r"rows is \[2, 1\], wanted \[least, most\]"),
+        (broken(lambda r: r["when"].update(rows=64)), SECOND + "rows is 64"),
+        (broken(lambda r: r["when"].update(rows=[1])), SECOND + r"rows is \[1\]"),
+        (broken(lambda r: r["when"].update(rows=["a", None])), SECOND + "rows is"),
+        (broken(lambda r: r["config"].update(thread=1)), SECOND + "unknown field 'thread', wanted one of threads"),
+        (broken(lambda r: r["config"].pop("items")), SECOND + "items is missing"),
+        (broken(lambda r: r["config"].update(items="8")), SECOND + "items is '8', wanted int"),
+        (broken(lambda r: r["config"].update(items=True)), SECOND + "items is True, wanted int"),
+        (broken(lambda r: r["config"].update(threads=96)), SECOND + "threads is 96, wanted a power of two from 128"),
+        ({"sparse_mla": {"default": [{"config": {"first": "xla"}}]}}, "sparse_mla / default / 1.*first is 'xla'"),
+        ({"sparse_mla": {"default": [{"when": {"form": []}, "config": {}}]}}, r"form is \[\], wanted a list of words"),
+    ],
+)  # fmt: skip
+def test_broken_files_are_refused_by_rule(tmp_path, content, message):
+    """And change nothing."""
+    tuning.load(written(tmp_path / "good.json", {"topk_mosaic": {"H200": [RULE]}}))
+    with pytest.raises(ValueError, match="tuning: .*broken.json.*" + message):
+        tuning.load(written(tmp_path / "broken.json", content))
+    assert chosen(64, 32768) == topk_mosaic.Config(256, 16, 8)
+
+
+def test_all_problems_are_told_together(tmp_path):
+    content = {"topk_mosaic": {"a": [{"when": {"row": [1, 2]}, "config": {}}], "b": [{}]}, "other": {}}
+    with pytest.raises(ValueError, match="(?=.*a / 1.*'row')(?=.*b / 1.*config)(?=.*'other')"):
+        tuning.load(written(tmp_path / "a.json", content))
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(ValueError, match="b.json is no JSON"):
+        tuning.load(tmp_path / "b.json")
+    with pytest.raises(FileNotFoundError):
+        tuning.load(tmp_path / "none.json")
+
+
+def test_facts_are_complete():
+    """A kernel that forgets a number would never see a rule about it."""
+    with pytest.raises(ValueError, match="topk_mosaic was asked about .*wanted"):
+        tuning.choose("topk_mosaic", topk_mosaic.Config, {"rows": 1}, H200)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: topk_mosaic.Config(100, 5, 3), "(?=.*threads is 100)(?=.*items is 5)(?=.*cluster is 3)"),
+        (
+            lambda: topk_mosaic.Config(512, 8, 1, samples=256),
+            "samples is 256, wanted a power of two from 512",
+        ),
+        (lambda: topk_mosaic.Config(512.0, 8, 1), "threads is 512.0, wanted int"),
+        (lambda: topk_triton.Config([1024], 2), r"tiles is \[1024\], wanted tuple\[int, ...\]"),
+        (lambda: topk_triton.Config((1024,), 16), "tiles is .*from 2048"),
+        (lambda: topk_triton.Config((2048, 1024), 2), "tiles is .*ascending"),
+        (lambda: topk_triton.Config((1024,), 2, 1500), "span is 1500, wanted None or a multiple"),
+        (lambda: sparse_mla_triton.Config(block_keys=48, num_stages=0), "(?=.*block_keys)(?=.*num_stages)"),
+        (lambda: sparse_mla_mosaic.Config(compute_registers=232), "copy_registers is 56, wanted .*to 40"),
+        (lambda: sparse_mla_mosaic.Config(prefetch=32), "prefetch is 32, wanted 64 or 128 or 256"),
+        (lambda: paged_logits_triton.Config(num_warps=3), "num_warps is 3, wanted a power of two"),
+    ],
+)
+def test_configurations_say_what_they_take(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_choices_are_hashable():
+    """Lists of JSON become tuples: a schedule is a static argument."""
+    config = topk_triton.default_config(64, 32768, 2048)
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert jax.jit(lambda c: c.span, static_argnums=0)(config) == 32768

@@ -322,9 +322,9 @@ class CacheLayout:
         """`to_dict` as JSON text."""
         return json.dumps(self.to_dict(slots), indent=2)
 
-    def table(self) -> str:
-        """The layout as a table for people: pools, bytes, and runs of layers."""
-        return layout_table(self.to_dict())
+    def table(self, slots: int = 1) -> str:
+        """The layout as a table for people: pools, bytes, and runs of layers; shapes are those of `slots` slots."""
+        return layout_table(self.to_dict(slots))
 
     def __str__(self) -> str:
         """The table."""

@@ -127,6 +127,10 @@ def _build(arguments: argparse.Namespace) -> tuple[Engine, Any, Any]:
     import jax
     import jax.numpy as jnp
 
+    if arguments.model == "":
+        raise ValueError(
+            "generate: --model is empty; give a checkpoint folder, or leave it out for the shipped model"
+        )
     name = DEFAULT_MODEL if arguments.model is None else arguments.model
     config = checkpoint.load_config(name)
     longest = config.dsa.max_position_embeddings

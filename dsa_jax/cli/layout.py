@@ -53,4 +53,4 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(layout.to_json(arguments.slots))
     else:
-        print(f"{name}\n{layout.table()}")
+        print(f"{name}\n{layout.table(arguments.slots)}")

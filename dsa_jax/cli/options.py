@@ -21,6 +21,10 @@ MOST = 2**31 - 1
 """Largest count: positions, rows and slots are int32."""
 
 
+HOTTEST = 3.4e38
+"""Highest temperature: a finite float32."""
+
+
 def count(text: str) -> int:
     """An option's value as a whole number from 1 to 2**31 - 1."""
     try:
@@ -59,14 +63,14 @@ def seed(text: str) -> int:
 
 
 def temperature(text: str) -> float:
-    """An option's value as a finite number of at least 0."""
+    """An option's value as a finite float32 of at least 0."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
+    if not 0 <= value <= HOTTEST:
         raise argparse.ArgumentTypeError(
-            f"{described(text)} is no temperature; give a number of at least 0 (0: the best token)"
+            f"{described(text)} is no temperature; give a number from 0 (the best token) to 3.4e38"
         )
     return value
 

@@ -76,7 +76,7 @@ PENDING = {
 PARTLY = {
     "B01": "address arithmetic alone; reads and writes on both sides of 2 and 4 GiB need a card",
     "B13": "one writer exists; byte-equal pages of several writers follow with the kernels",
-    "B19": "row chunks and repetition; merging column chunks and ranks follow with context parallelism",
+    "B19": "rows alone and among others; merging column chunks and ranks follow with context parallelism",
     "B27": "translation of tables alone; there is no host tier yet",
     "B29": "copies of host arrays; overlapping steps on a card follow with the asynchronous engine",
     "B34": "(a) to (d); (e), a device without tokens, follows with meshes",

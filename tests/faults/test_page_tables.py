@@ -135,10 +135,9 @@ def test_b27_positions_not_ids():
 def test_b29_a_reused_host_table_changes_nothing():
     """Facts are copied when they are made: the next step's table may overwrite the builder's arrays at once."""
     layout, sequence = cases.layout(), [7, 7, 2, 30, 8]
-    table = np.full(
-        (1, 4096), -1, np.int32
-    )  # large enough that JAX would share the memory of an aligned array
-    table[0, :2], lengths, new = [5, 2], np.array([5], np.int32), np.array([5], np.int32)
+    table, lengths, new = aligned((1, 4096)), aligned((1,)), aligned((1,))
+    table[:], lengths[:], new[:] = -1, 5, 5
+    table[0, :2] = [5, 2]
     bucket = Bucket(context_requests=1, context_tokens=5, table_width=4096)
     meta = StepMetadata.create(layout, bucket, table, lengths, new)
     table[:], lengths[:], new[:] = 9, 1, 0
@@ -146,6 +145,13 @@ def test_b29_a_reused_host_table_changes_nothing():
         cases.poisoned(layout), replace_width(meta), np.array(sequence, np.int32)
     )
     toy_layer.check(chosen, out, sequence, range(5))
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """An int32 array that begins at a multiple of 64 bytes, whose memory JAX can share."""
+    raw = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + raw.size - 64].view(np.int32).reshape(shape)
 
 
 def replace_width(meta: StepMetadata) -> StepMetadata:

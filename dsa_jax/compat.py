@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import jax
 from jax.core import Tracer
 
+MOSAIC_STORES_HALF_WORDS = jax.__version_info__ < (0, 12)
+"""Whether a Mosaic GPU kernel may write two bytes a thread to global memory; JAX 0.12 refuses to."""
+
 
 def is_traced(value: object) -> bool:
     """Whether a value is that of a program being traced, which is not known yet."""

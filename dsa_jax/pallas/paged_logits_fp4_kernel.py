@@ -51,7 +51,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
         """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
         kernel = plgpu.kernel(
             self.body,
-            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.dtype),
+            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.written),
             grid=(plan.shape[0],),
             grid_names=("block",),
             num_threads=self.config.compute_warpgroups + 1,
@@ -73,7 +73,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
             lax.bitcast_convert_type(lines, jnp.int32),
             scales,
         )
-        return out[:, : table.shape[1] * self.page_size]
+        return out[:, : table.shape[1] * self.page_size].astype(self.dtype)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers of one block."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.mosaic import gpu as mgpu
 
+from dsa_jax.compat import MOSAIC_STORES_HALF_WORDS
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
 from dsa_jax.pallas.paged_logits_plan import FILL, HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
 
@@ -101,7 +102,7 @@ class PagedLogitsKernel:
         """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
         kernel = plgpu.kernel(
             self.body,
-            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.dtype),
+            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.written),
             grid=(plan.shape[0],),
             grid_names=("block",),
             num_threads=self.config.compute_warpgroups + 1,
@@ -124,7 +125,12 @@ class PagedLogitsKernel:
             lax.bitcast_convert_type(keys, _E4M3),
             scales,
         )
-        return out[:, : table.shape[1] * self.page_size]
+        return out[:, : table.shape[1] * self.page_size].astype(self.dtype)
+
+    @property
+    def written(self) -> Any:
+        """The type that the kernel itself writes."""
+        return self.dtype if MOSAIC_STORES_HALF_WORDS else jnp.float32
 
     @property
     def parts(self) -> int:
@@ -353,7 +359,7 @@ class PagedLogitsKernel:
 
     def _store(self, refs: _Refs, request, first, j, left, values):
         """Write a part of row j of a request or group, if the group has that row."""
-        target, values = refs.out.at[first + j, pl.ds(left, values.shape[0])], values.astype(self.dtype)
+        target, values = refs.out.at[first + j, pl.ds(left, values.shape[0])], values.astype(self.written)
         if not self.grouped:
             target[...] = values
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Names of the dtypes that count as floats where an argument may be any."""
 _SHOWN = 40
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, type(None), np.generic)
 
@@ -51,3 +54,48 @@ def expect(operation: str, name: str, value: Any, wanted: type, fix: str) -> Non
     """
     if not isinstance(value, wanted):
         raise ValueError(f"{operation}: {name} is {described(value)}, wanted a {wanted.__name__}. {fix}")
+
+
+def is_temperature(value: Any) -> bool:
+    """Whether a value is a number of at least 0 that is finite in float32, too."""
+    return is_number(value) and bool(0 <= value <= float(np.finfo(np.float32).max))
+
+
+def is_mass(value: Any) -> bool:
+    """Whether a value is a probability of more than 0, in float32, too: the smallest normal number up to 1."""
+    return is_number(value) and bool(float(np.finfo(np.float32).tiny) <= value <= 1)
+
+
+def is_seed(value: Any) -> bool:
+    """Whether a value is a whole number that a JAX random key can be made from, which takes 64 bits."""
+    return is_whole(value) and -(2**63) <= value < 2**63
+
+
+def plain(value: Any) -> Any:
+    """The number that an array of no dimension holds; anything else as it came. No array may be traced.
+
+    >>> plain(np.array(3)), plain(3), plain("3")
+    (3, 3, '3')
+    """
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def misfit(
+    name: str, value: Any, shape: Sequence[int | None], dtypes: Sequence[str], wanted: str
+) -> list[str]:
+    """What is wrong with an argument that must be an array, in words; empty if nothing is.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        shape: the sizes; None matches any.
+        dtypes: names of the dtypes that will do.
+        wanted: the same for the message, such as ``"int32[2, m]"``.
+    """
+    fits = (
+        hasattr(value, "shape")
+        and str(getattr(value, "dtype", "")) in dtypes
+        and len(value.shape) == len(shape)
+        and all(size in (None, came) for size, came in zip(shape, value.shape, strict=True))
+    )
+    return [] if fits else [f"{name} is {described(value)}, wanted {wanted}"]

@@ -7,14 +7,17 @@ stay in memory, lie beyond every limit, and are overwritten when the sequence ge
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from dsa_jax.arguments import described, expect, is_whole
+from dsa_jax.arguments import FLOATS, described, expect, is_number, is_whole, misfit
+from dsa_jax.compat import is_traced
 from dsa_jax.layout import FIX_LAYOUT, CacheLayout
 from dsa_jax.metadata import StepMetadata
 
@@ -63,8 +66,11 @@ def draft_metadata(
         getattr(new_lens, "shape", None) != (requests,) or new_lens.dtype != jnp.int32
     ):
         problems.append(f"new_lens is {described(new_lens)}, wanted int32[{requests}]")
-    if next_n is not None and next_n < 1:
-        problems.append(f"next_n is {next_n}, wanted at least 1")
+    if not problems and not draft_page_table.shape[1]:
+        problems.append(
+            f"draft_page_table is {described(draft_page_table)}, wanted at least one page a request"
+        )
+    problems += _next_n_problems(next_n)
     if problems:
         raise ValueError(
             "draft_metadata: "
@@ -88,7 +94,8 @@ def rewind(meta: StepMetadata, kept: Array) -> StepMetadata:
 
     Args:
         meta: metadata of the step that wrote the tokens.
-        kept: ``int32[R]``; clipped to ``0 .. new_lens``, so that a length never falls below what was there before the step.
+        kept: ``int32[R]``, or one number for all requests; clipped to ``0 .. new_lens``, so that a length never falls below
+            what was there before the step.
 
     Returns:
         Metadata whose ``new_lens`` are the kept tokens and whose ``kv_lens`` end with them.
@@ -96,8 +103,7 @@ def rewind(meta: StepMetadata, kept: Array) -> StepMetadata:
     Raises:
         ValueError: ``kept`` has no whole number for each request.
     """
-    _check_lens("rewind", meta, "kept", kept)
-    kept = jnp.clip(kept, 0, meta.new_lens)
+    kept = jnp.clip(_each_len("rewind", meta, "kept", kept), 0, meta.new_lens)
     return replace(meta, kv_lens=meta.kv_lens - meta.new_lens + kept, new_lens=kept)
 
 
@@ -110,15 +116,16 @@ def advance(
 
     Args:
         meta: metadata of the last step, rewound to what was kept of it.
-        new_lens: ``int32[R]``; 0 leaves a request out.
+        new_lens: ``int32[R]``, or one number for all requests; 0 leaves a request out.
         pages: ``int32[A, 3]`` pages handed out since: request, column of its table, slot. A row with a negative entry, or
             one outside of the table, is none.
         next_n: token places of each decode request in the new step, if they change.
+
+    Raises:
+        ValueError: ``new_lens`` has no whole number for each request, or ``pages`` or ``next_n`` is of another kind.
     """
-    _check_lens("advance", meta, "new_lens", new_lens)
-    problems = []
-    if next_n is not None and next_n < 1:
-        problems.append(f"next_n is {next_n}, wanted at least 1. Leave it out to keep the bucket's")
+    new_lens = _each_len("advance", meta, "new_lens", new_lens)
+    problems = [f"{problem}. Leave it out to keep the bucket's" for problem in _next_n_problems(next_n)]
     if pages is not None and (
         getattr(pages, "ndim", None) != 2 or pages.shape[1] != 3 or pages.dtype != jnp.int32
     ):
@@ -146,13 +153,11 @@ def accept_greedy(logits: Array, drafts: Array, draft_lens: Array) -> tuple[Arra
 
     Returns:
         ``int32[R]`` accepted drafts and ``int32[R]``, the target's token after them.
+
+    Raises:
+        ValueError: naming every argument of another shape or dtype.
     """
-    requests, count = drafts.shape
-    if logits.shape[:2] != (requests, count + 1) or draft_lens.shape != (requests,):
-        raise ValueError(
-            f"accept_greedy: logits is {list(logits.shape)} and draft_lens {list(draft_lens.shape)} for drafts "
-            f"{list(drafts.shape)}; wanted [{requests}, {count + 1}, V] and [{requests}]. Pass one row more than drafts."
-        )
+    _check_drafts("accept_greedy", drafts, draft_lens, {"logits": (logits, 1)})
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     accepted = _leading(best[:, :-1] == drafts, draft_lens)
     return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
@@ -176,7 +181,11 @@ def accept_sampled(
 
     Returns:
         ``int32[R]`` accepted drafts and ``int32[R]``, the token after them.
+
+    Raises:
+        ValueError: naming every argument of another shape or dtype.
     """
+    _check_drafts("accept_sampled", drafts, draft_lens, {"target": (target, 1), "draft": (draft, 0)}, [keys])
     count = drafts.shape[1]
     pick = drafts[:, :, None]
     p = jnp.take_along_axis(target[:, :-1], pick, axis=2)[:, :, 0]
@@ -209,7 +218,11 @@ def probabilities(logits: Array, temperature: Array | float, top_p: Array | floa
 
     Returns:
         ``float32[..., V]`` that sum to 1.
+
+    Raises:
+        ValueError: logits that are no floats, or a known temperature or ``top_p`` out of range.
     """
+    _check_probabilities(logits, temperature, top_p)
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     p = jax.nn.softmax(logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
     if top_p is not None:
@@ -222,17 +235,113 @@ def probabilities(logits: Array, temperature: Array | float, top_p: Array | floa
     return jnp.where(temperature > 0, p, greedy)
 
 
-def _check_lens(operation: str, meta: StepMetadata, name: str, lens: Any) -> None:
-    """Raise ValueError unless there is a whole number for each request, or one for all of them."""
+def _each_len(operation: str, meta: StepMetadata, name: str, lens: Any) -> Array:
+    """``int32[R]``: ``lens``, or the one number that came for all requests; ValueError for anything else."""
     expect(operation, "meta", meta, StepMetadata, _FIX_META)
     wanted = meta.new_lens.shape
     known = hasattr(lens, "shape") and hasattr(lens, "dtype")
     each = known and lens.shape in ((), wanted) and jnp.issubdtype(lens.dtype, jnp.integer)
-    if not each and not is_whole(lens):
+    if not each and not (is_whole(lens) and abs(lens) < 2**31):
         raise ValueError(
             f"{operation}: {name} is {described(lens)}, wanted int32{list(wanted)}. Give the tokens of each request, unused "
             "places included."
         )
+    return jnp.broadcast_to(jnp.asarray(lens, jnp.int32), wanted)
+
+
+def _next_n_problems(next_n: Any) -> list[str]:
+    if next_n is None or (is_whole(next_n) and next_n >= 1):
+        return []
+    return [
+        f"next_n is {described(next_n)}, wanted {'' if is_whole(next_n) else 'a whole number of '}at least 1"
+    ]
+
+
+def _check_drafts(
+    operation: str, drafts: Any, draft_lens: Any, scores: dict[str, tuple[Any, int]], keys: Sequence[Any] = ()
+) -> None:
+    """Raise ValueError naming every argument of an acceptance whose shape or dtype is not that of the drafts.
+
+    Args:
+        operation: whose arguments they are.
+        drafts: ``int32[R, m]``.
+        draft_lens: ``int32[R]``.
+        scores: by name, values over the vocabulary and how many rows more than drafts they have.
+        keys: one entry, random keys ``[R]``, or none.
+    """
+    problems = misfit("drafts", drafts, (None, None), ("int32",), "int32[R, m]")
+    requests, count = (None, None) if problems else drafts.shape
+    r = "R" if requests is None else requests
+    problems += misfit("draft_lens", draft_lens, (requests,), ("int32",), f"int32[{r}]")
+    vocabulary = None
+    for name, (values, more) in scores.items():
+        rows = None if count is None else count + more
+        m = f"m + {more}" if more else "m"
+        wanted = f"float32[{r}, {m if rows is None else rows}, {'V' if vocabulary is None else vocabulary}]"
+        found = misfit(name, values, (requests, rows, vocabulary), FLOATS, wanted)
+        if not found and not values.shape[2]:
+            found = [f"{name} is {described(values)}, wanted a vocabulary of at least one token"]
+        if vocabulary is None and len(getattr(values, "shape", ())) == 3:
+            vocabulary = values.shape[2]
+        problems += found
+    problems += [
+        f"keys is {described(value)}, wanted {r} random keys"
+        for value in keys
+        if not _are_keys(value, requests)
+    ]
+    if problems:
+        raise ValueError(
+            f"{operation}: "
+            + "; ".join(problems)
+            + ". Pass arrays for the same requests and vocabulary, with one row of "
+            "the target more than drafts."
+        )
+
+
+def _are_keys(keys: Any, requests: int | None) -> bool:
+    """Whether these are typed random keys, one for each request, or raw ones of the default generator."""
+    shape, dtype = getattr(keys, "shape", ()), getattr(keys, "dtype", None)
+    if dtype is None or not shape or requests not in (None, shape[0]):
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return len(shape) == 1
+    return str(dtype) == "uint32" and shape[1:] == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+
+
+def _check_probabilities(logits: Any, temperature: Any, top_p: Any) -> None:
+    """Raise ValueError for logits that are no floats, and for numbers out of range that are known while tracing."""
+    problems = []
+    shape = getattr(logits, "shape", ())
+    if not shape or not shape[-1] or str(getattr(logits, "dtype", "")) not in FLOATS:
+        problems.append(f"logits is {described(logits)}, wanted float32[..., V]")
+    if not _known(temperature, lambda value: value >= 0):
+        problems.append(
+            f"temperature is {_shown(temperature)}, wanted a number of at least 0 (0 takes the best token)"
+        )
+    if top_p is not None and not _known(
+        top_p, lambda value: (value >= np.finfo(np.float32).tiny) & (value <= 1)
+    ):
+        problems.append(
+            f"top_p is {_shown(top_p)}, wanted a number of more than 0 up to 1, or None for all tokens"
+        )
+    if problems:
+        raise ValueError("probabilities: " + "; ".join(problems) + ". Correct what is named.")
+
+
+def _known(value: Any, fits: Callable[[Any], Any]) -> bool:
+    """Whether all of a number or an array of numbers fits; of a traced one only that it is real."""
+    if not is_number(value) and (
+        not hasattr(value, "dtype")
+        or not (jnp.issubdtype(value.dtype, jnp.number) and not jnp.iscomplexobj(value))
+    ):
+        return False
+    return is_traced(value) or bool(np.all(fits(np.asarray(value))))
+
+
+def _shown(value: Any) -> str:
+    """A number by itself, also where an array holds it."""
+    known = hasattr(value, "dtype") and not is_traced(value) and getattr(value, "shape", None) == ()
+    return described(value.item() if known else value)
 
 
 def _leading(good: Array, lens: Array) -> Array:

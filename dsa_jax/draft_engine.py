@@ -7,7 +7,7 @@ still comes out while it is made; within a block nothing is asked of the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ import numpy as np
 from jax import Array
 
 from dsa_jax import loops
+from dsa_jax.arguments import described, is_whole
 from dsa_jax.cache import Cache
 from dsa_jax.draft import draft_metadata
-from dsa_jax.engine import Engine, Generated, padded, reserve, table_array
+from dsa_jax.engine import Engine, Generated, padded, reserve, table_array, token_ids
 from dsa_jax.layout import CacheLayout
 from dsa_jax.loops import DraftBatch, Sampling, speculative_loop
 from dsa_jax.metadata import StepMetadata
@@ -86,25 +87,31 @@ class DraftEngine(Engine):
 
         Returns:
             Seconds it took.
+
+        Raises:
+            ValueError: ``tokens`` is no positive whole number, or ``Sampling.create`` refuses the others.
         """
+        if tokens is not None and not (is_whole(tokens) and tokens >= 1):
+            raise ValueError(
+                f"warmup: tokens is {described(tokens)}, wanted a whole number of at least 1. Leave it out for many."
+            )
+        sampling = self._sampling(temperature, stop)
         begin = time.perf_counter()
         logits, states = self._run_both([], [], [], [], [], [], [])
         self._draw(logits, [], [], [], 0.0, jax.random.key(0))
         count = self.block if tokens is None else self._block(tokens)[0]
         if count:
             batch = self._batch([], [], [], np.asarray(states), [])
-            self._write(batch, self._draft_table([]), count, self._sampling(temperature, stop))
+            self._write(batch, self._draft_table([]), count, sampling)
         self.timing.compile_seconds = time.perf_counter() - begin
         return self.timing.compile_seconds
 
     def _size_problems(self) -> list[str]:
         problems = super()._size_problems()
-        if not 1 <= self.drafts <= MOST_DRAFTS:
-            problems.append(f"drafts is {self.drafts}; wanted 1 to {MOST_DRAFTS}")
-        for name in ("draft_slots", "block"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}; wanted at least 1")
-        return problems
+        if not is_whole(self.drafts) or not 1 <= self.drafts <= MOST_DRAFTS:
+            problems.append(f"drafts is {described(self.drafts)}; wanted 1 to {MOST_DRAFTS}")
+        sizes = self._too_small("draft_slots", "block")
+        return problems + sizes + self._of_another_kind("draft", "draft_layout")
 
     def _longest(self) -> int:
         # A block may be longer than what is left to write, and its last turn verifies drafts that are then dropped.
@@ -235,8 +242,9 @@ class DraftEngine(Engine):
         return jnp.array(table)
 
     @staticmethod
-    def _sampling(temperature: float, stop: Iterable[int]) -> Sampling:
-        return Sampling.create(0, temperature, stop=tuple(sorted(set(stop))))
+    def _sampling(temperature: float, stop: Any) -> Sampling:
+        ids = token_ids(stop)  # what is none of a vocabulary is refused by the sampling
+        return Sampling.create(0, temperature, stop=stop if isinstance(ids, str) else tuple(sorted(set(ids))))
 
     def _mask(self, live: Sequence[bool]) -> Array:
         return jnp.array([*live] + [False] * (self.max_requests - len(live)))

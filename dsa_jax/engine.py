@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dsa_jax.arguments import described, is_seed, is_temperature, is_whole, plain
 from dsa_jax.cache import Cache
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
@@ -75,6 +76,9 @@ class Engine:
         max_requests: prompts in flight at once, the R of both buckets.
         max_length: longest sequence, prompt and new tokens together.
         prefill_chunk: prompt tokens of one prefill step, over all prompts.
+
+    Raises:
+        ValueError: naming every size, layout and step that is none.
     """
 
     step: StepFunction
@@ -90,7 +94,10 @@ class Engine:
         """Check the sizes, allocate the cache and wrap the step."""
         problems = self._size_problems()
         if problems:
-            raise ValueError("Engine: " + "; ".join(problems) + ". Pass positive sizes.")
+            raise ValueError(
+                f"{type(self).__name__}: " + "; ".join(problems) + ". Pass positive sizes, layouts from "
+                "CacheLayout.create(...) and functions for a step and a draft."
+            )
         width = -(-self._longest() // self.layout.page_size)
         self.prefill_bucket = Bucket(
             context_requests=self.max_requests, context_tokens=self.prefill_chunk, table_width=width
@@ -102,10 +109,26 @@ class Engine:
         self._sample = jax.jit(sample)
 
     def _size_problems(self) -> list[str]:
-        names = ("slots", "max_requests", "max_length", "prefill_chunk")
+        sizes = self._too_small("slots", "max_requests", "max_length", "prefill_chunk")
+        return sizes + self._of_another_kind("step", "layout")
+
+    def _too_small(self, *names: str) -> list[str]:
+        """What is wrong with fields that must be whole and positive."""
+        values = {name: getattr(self, name) for name in names}
         return [
-            f"{name} is {getattr(self, name)}; wanted at least 1" for name in names if getattr(self, name) < 1
+            f"{name} is {described(value)}; wanted {'' if is_whole(value) else 'a whole number of '}at least 1"
+            for name, value in values.items()
+            if not (is_whole(value) and value >= 1)
         ]
+
+    def _of_another_kind(self, step: str, layout: str) -> list[str]:
+        """What is wrong with two fields, a function and a layout."""
+        problems = []
+        if not callable(getattr(self, step)):
+            problems.append(f"{step} is {described(getattr(self, step))}; wanted a function")
+        if not isinstance(getattr(self, layout), CacheLayout):
+            problems.append(f"{layout} is {described(getattr(self, layout))}; wanted a CacheLayout")
+        return problems
 
     def _longest(self) -> int:
         """Positions that a page table must have room for."""
@@ -154,14 +177,19 @@ class Engine:
             stop: token ids that end a sequence (they are yielded, too).
 
         Raises:
-            ValueError: before anything runs, naming every prompt that is empty, holds too many tokens for the context or
-                the pool, and every argument out of range.
+            ValueError: before anything runs, naming every prompt that is empty, holds anything but token ids or too many
+                for the context or the pool, and every argument out of range or of another kind.
         """
-        prompts = [
-            tuple(prompt) for prompt in prompts
-        ]  # read again later, when the caller may reuse its lists
-        self.check(prompts, tokens, temperature)
-        return self._reserve_and_run(prompts, tokens, temperature, jax.random.key(seed), frozenset(stop))
+        seed, ends = plain(seed), token_ids(stop)
+        problems = []
+        if not is_seed(seed):
+            problems.append(
+                f"seed is {described(seed)}, wanted a whole number of 64 bits: pass 0, or one of yours"
+            )
+        if isinstance(ends, str):
+            problems.append(f"stop is {described(stop)}, which {ends}: pass a list of ids, [] for none")
+        copies = self._checked(prompts, tokens, temperature, problems)
+        return self._reserve_and_run(copies, tokens, temperature, jax.random.key(seed), frozenset(ends))
 
     def _reserve_and_run(self, prompts, tokens, temperature, key, stop) -> Iterator[Generated]:
         names = [object() for _ in prompts]  # names of this run alone: runs may interleave
@@ -269,27 +297,68 @@ class Engine:
 
     def check(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> None:
         """Raise ValueError naming everything that ``generate`` would refuse (OutOfPages: the pages alone); runs nothing."""
-        problems = []
-        if tokens < 1:
-            problems.append(f"tokens is {tokens}, wanted at least 1")
-        if not temperature >= 0:
-            problems.append(f"temperature is {temperature}, wanted at least 0 (0 takes the best token)")
-        if not 1 <= len(prompts) <= self.max_requests:
-            problems.append(f"{len(prompts)} prompts, wanted 1 to {self.max_requests} (max_requests)")
+        self._checked(prompts, tokens, temperature, [])
+
+    def _checked(
+        self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, problems: list[str]
+    ) -> list[tuple[int, ...]]:
+        """Copies of the prompts, which are read again later, when the caller may reuse its lists.
+
+        Raises:
+            ValueError: naming ``problems`` and those that are found here.
+        """
+        whole = is_whole(tokens)
+        if not whole or tokens < 1:
+            problems.append(
+                f"tokens is {described(tokens)}, wanted {'' if whole else 'a whole number of '}at least 1"
+            )
+        if not is_temperature(plain(temperature)):
+            problems.append(
+                f"temperature is {described(temperature)}, wanted at least 0 and finite (0 takes the best token)"
+            )
+        copies: list[tuple[int, ...]] = []
+        if (
+            isinstance(prompts, str | bytes)
+            or not hasattr(prompts, "__iter__")
+            or getattr(prompts, "shape", None) == ()
+        ):
+            problems.append(
+                f"prompts is {described(prompts)}, wanted a list of prompts, each a list of token ids"
+            )
+            prompts = ()
+        else:
+            prompts = list(prompts)
+            if not 1 <= len(prompts) <= self.max_requests:
+                problems.append(f"{len(prompts)} prompts, wanted 1 to {self.max_requests} (max_requests)")
+        if prompts and all(map(is_whole, prompts)):
+            problems.append(
+                f"prompts is {described(prompts)}, wanted a list of prompts, each a list of token ids: put one prompt in a "
+                "list of its own"
+            )
+            prompts = ()
         for number, prompt in enumerate(prompts):
-            if not len(prompt):
+            ids = token_ids(prompt)
+            if isinstance(ids, str):
+                problems.append(
+                    f"prompt {number} is {described(prompt)}, which {ids}: pass what the tokenizer gave"
+                )
+                continue
+            prompt = tuple(ids)
+            copies.append(prompt)
+            if not prompt:
                 problems.append(f"prompt {number} is empty, wanted at least one token")
-            elif len(prompt) + tokens > self.max_length:
+            elif whole and len(prompt) + tokens > self.max_length:
                 problems.append(
                     f"prompt {number} has {len(prompt)} tokens; with {tokens} new ones that is more than the context of "
                     f"{self.max_length}: shorten the prompt or ask for fewer tokens"
                 )
         if problems:
             raise ValueError("generate: " + "; ".join(problems) + ".")
-        lengths = [self._positions(prompt, tokens) for prompt in prompts]
+        lengths = [self._positions(prompt, tokens) for prompt in copies]
         problems = self._page_problems(self.pool, "pool", lengths, tokens)
         if problems:
             raise OutOfPages("generate: " + "; ".join(problems) + ".")
+        return copies
 
     def pages_needed(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
         """Pages of the cache that ``generate`` reserves for these prompts and so many new tokens each."""
@@ -304,6 +373,21 @@ class Engine:
             f"the prompts and {tokens} new tokens each need {pages} pages of {pool.page_size} tokens, "
             f"the {name} has {pool.free_slots} free: build the engine with more slots, or ask for less"
         ]
+
+
+def token_ids(values: Any) -> list[int] | str:
+    """Token ids as Python integers, or what is wrong with them, in words that follow "which"."""
+    if isinstance(values, str | bytes):
+        return "is text, not token ids"
+    if not hasattr(values, "__iter__") or getattr(values, "shape", None) == ():
+        return "is no list of token ids"
+    ids = list(values if not hasattr(values, "dtype") else np.asarray(values))
+    for place, value in enumerate(ids):
+        if type(value) is not int:
+            value = ids[place] = plain(value)
+        if not is_whole(value) or not 0 <= value < 2**31:
+            return f"holds {described(value)} at place {place}, wanted ids from 0 to {2**31 - 1}"
+    return ids
 
 
 def reserve(

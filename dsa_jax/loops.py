@@ -14,7 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dsa_jax.arguments import (
+    FLOATS,
+    described,
+    expect,
+    is_mass,
+    is_seed,
+    is_temperature,
+    is_whole,
+    misfit,
+    plain,
+)
 from dsa_jax.cache import Cache
+from dsa_jax.compat import is_traced
 from dsa_jax.draft import accept_greedy, accept_sampled, advance, draft_metadata, probabilities, rewind
 from dsa_jax.metadata import StepMetadata
 
@@ -51,18 +63,34 @@ class Sampling:
         """Sampling from plain numbers; temperature 0 and top_p 1 become None.
 
         Raises:
-            ValueError: for a negative temperature or a top_p outside (0, 1].
+            ValueError: for a temperature that is negative or not finite, a top_p outside (0, 1], a seed that takes more
+                than 64 bits, stop tokens that are no ids, and anything that is no number.
         """
-        if not temperature >= 0 or not 0 < top_p <= 1:
+        problems = []
+        if not is_traced(temperature) and not is_traced(top_p):
+            temperature, top_p = plain(temperature), plain(top_p)
+        if not is_temperature(temperature):
+            problems.append(f"temperature is {described(temperature)}, wanted a finite number of at least 0")
+        if not is_mass(top_p):
+            problems.append(f"top_p is {described(top_p)}, wanted a number of more than 0 up to 1")
+        # A traced seed is fine: it becomes a key in the program.
+        if not is_traced(seed) and not is_seed(plain(seed)):
+            problems.append(f"seed is {described(seed)}, wanted a whole number of 64 bits")
+        ids = _stop_ids(stop)
+        if ids is None:
+            problems.append(f"stop is {described(stop)}, wanted token ids such as (2, 5)")
+        if problems:
             raise ValueError(
-                f"Sampling: temperature is {temperature} and top_p {top_p}; wanted at least 0, and more than 0 up to 1. "
-                "Use temperature 0 for the best token and top_p 1 for all tokens."
+                "Sampling: "
+                + "; ".join(problems)
+                + ". Use temperature 0 for the best token, top_p 1 for all tokens and "
+                "stop () for no end."
             )
         return cls(
             key=jax.random.key(seed),
             temperature=jnp.float32(temperature) if temperature else None,
             top_p=jnp.float32(top_p) if top_p < 1 else None,
-            stop=jnp.array(stop, jnp.int32),
+            stop=jnp.array(ids, jnp.int32),
         )
 
     def keys(self, positions: Array, stream: int = 0) -> Array:
@@ -155,7 +183,21 @@ class DraftBatch:
             last: ``int32[R]``.
             hidden: ``[R, width]``.
             live: ``bool[R]``.
+
+        Raises:
+            ValueError: naming every argument of another shape or dtype.
         """
+        expect("DraftBatch.create", "meta", meta, StepMetadata, "Pass what StepMetadata.create returned.")
+        r = meta.bucket.requests
+        problems = misfit("last", last, (r,), ("int32",), f"int32[{r}]")
+        problems += misfit("hidden", hidden, (r, None), FLOATS, f"float[{r}, width]")
+        problems += misfit("live", live, (r,), ("bool",), f"bool[{r}]")
+        if problems:
+            raise ValueError(
+                "DraftBatch.create: "
+                + "; ".join(problems)
+                + ". Pass one entry for each request of the bucket."
+            )
         more = meta.bucket.next_n - 1
         return cls(
             meta=replace(meta, new_lens=jnp.ones_like(meta.kv_lens)),
@@ -209,11 +251,14 @@ def decode_loop(
         Cache and batch after the last token, and the tokens.
 
     Raises:
-        ValueError: for another kind of bucket or a count below 1.
+        ValueError: for another kind of bucket, arrays that are not for its requests, a count below 1 or more than a page
+            table holds, or an argument of another class.
     """
-    places = batch.meta.bucket.next_n
-    _check("decode_loop", batch.meta, count, next_n=places)
-    requests = batch.last.shape[0]
+    _check_classes("decode_loop", {"step": step}, batch, Batch, sampling)
+    expect("decode_loop", "cache", cache, Cache, _FIX_CACHE)
+    places, requests = batch.meta.bucket.next_n, batch.meta.bucket.requests
+    problems = misfit("batch.last", batch.last, (requests,), ("int32",), f"int32[{requests}]")
+    _check("decode_loop", batch, problems, count, next_n=places)
 
     def turn(i, state):
         cache, batch, written = state
@@ -276,11 +321,29 @@ def speculative_loop(
         a turn gave beyond is dropped, and the batch stands where the output ends.
 
     Raises:
-        ValueError: for another kind of bucket, fewer than two token places, or a count or number of turns below 1.
+        ValueError: for another kind of bucket, arrays that are not for its requests, fewer than two token places, a count
+            or number of turns below 1, a count of more than a page table holds, or an argument of another class.
     """
-    places = batch.meta.bucket.next_n
-    _check("speculative_loop", batch.meta, count, next_n=max(places, 2), turns=turns)
-    drafts, requests = places - 1, batch.live.shape[0]
+    _check_classes("speculative_loop", {"step": step, "draft": draft}, batch, DraftBatch, sampling)
+    if (
+        not isinstance(caches, tuple | list)
+        or len(caches) != 2
+        or not all(isinstance(c, Cache) for c in caches)
+    ):
+        raise ValueError(
+            f"speculative_loop: caches is {_listed(caches)}, wanted the pair (target cache, draft cache). {_FIX_CACHE}"
+        )
+    caches = (caches[0], caches[1])
+    places, requests = batch.meta.bucket.next_n, batch.meta.bucket.requests
+    r, drafts = requests, places - 1
+    problems = misfit("batch.following", batch.following, (r, places), ("int32",), f"int32[{r}, {places}]")
+    problems += misfit(
+        "batch.hidden", batch.hidden, (r, places, None), FLOATS, f"float[{r}, {places}, width]"
+    )
+    found = misfit("draft_table", draft_table, (r, None), ("int32",), f"int32[{r}, W_draft]")
+    if not found and is_whole(count):
+        found = _room_problems("draft_table", draft_table.shape[1], caches[1].layout.page_size, count)
+    _check("speculative_loop", batch, problems + found, count, next_n=max(places, 2), turns=turns)
     place = jnp.arange(places, dtype=jnp.int32)[None, :]
     request = jnp.arange(requests, dtype=jnp.int32)[:, None]
 
@@ -356,20 +419,79 @@ def _at(array: Array, index: Array) -> Array:
     return jnp.take_along_axis(array, index, axis=1)[:, 0]
 
 
-def _check(operation: str, meta: StepMetadata, count: int, next_n: int, turns: int | None = None) -> None:
-    bucket, problems = meta.bucket, []
+_FIX_CACHE = "Pass what Cache.create(layout, slots) or another loop returned."
+
+
+def _stop_ids(stop: Any) -> list[int] | None:
+    """Token ids of any iterable of whole numbers that fit int32; None for anything else."""
+    if isinstance(stop, str | bytes) or not hasattr(stop, "__iter__") or getattr(stop, "shape", None) == ():
+        return None
+    ids = [plain(token) for token in stop]
+    return ids if all(is_whole(token) and -(2**31) <= token < 2**31 for token in ids) else None
+
+
+def _listed(caches: Any) -> str:
+    if not isinstance(caches, tuple | list):
+        return described(caches)
+    return "(" + ", ".join(map(described, caches)) + ")"
+
+
+def _check_classes(
+    operation: str, functions: dict[str, Any], batch: Any, batch_class: type, sampling: Any
+) -> None:
+    """Raise ValueError for arguments that a loop could not even look into."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(
+                f"{operation}: {name} is {described(function)}, wanted a function. Pass what make_step or make_speculative "
+                "returned, or one of the same arguments."
+            )
+    fix = (
+        ".create(meta, last, hidden, live)" if batch_class is DraftBatch else "(last=..., meta=..., live=...)"
+    )
+    expect(operation, "batch", batch, batch_class, f"Pass {batch_class.__name__}{fix}.")
+    expect(operation, "sampling", sampling, Sampling, "Pass Sampling.create(), which takes the best token.")
+    expect(operation, "batch.meta", batch.meta, StepMetadata, "Pass what StepMetadata.create returned.")
+
+
+def _room_problems(table: str, width: int, page_size: int, count: int) -> list[str]:
+    """Even sequences that begin empty cannot hold more tokens than their page table has room for."""
+    if count <= width * page_size:
+        return []
+    return [
+        f"count is {count}, wanted at most {width * page_size}: {table} has {width} pages of {page_size} tokens"
+    ]
+
+
+def _check(
+    operation: str,
+    batch: Batch | DraftBatch,
+    problems: list[str],
+    count: int,
+    next_n: int,
+    turns: int | None = None,
+) -> None:
+    """Raise ValueError naming ``problems`` and what is wrong with the bucket and the numbers."""
+    bucket, found = batch.meta.bucket, []
     if bucket.context_requests or not bucket.decode_requests:
-        problems.append(
+        found.append(
             f"the bucket has {bucket.context_requests} contexts and {bucket.decode_requests} decode requests, wanted decode "
             "requests alone"
         )
     if bucket.next_n != next_n:
-        problems.append(f"the bucket's next_n is {bucket.next_n}, wanted {next_n}")
-    if count < 1:
-        problems.append(f"count is {count}, wanted at least 1")
-    if turns is not None and turns < 1:
-        problems.append(f"turns is {turns}, wanted at least 1, or None for as many as it takes")
-    if problems:
+        found.append(f"the bucket's next_n is {bucket.next_n}, wanted {next_n}")
+    if not is_whole(count):
+        found.append(f"count is {described(count)}, wanted a Python int of at least 1")
+    elif count < 1:
+        found.append(f"count is {count}, wanted at least 1")
+    else:
+        found += _room_problems("the page table", bucket.table_width, batch.meta.layout.page_size, count)
+    if turns is not None and not (is_whole(turns) and turns >= 1):
+        found.append(f"turns is {described(turns)}, wanted at least 1, or None for as many as it takes")
+    found += misfit("batch.live", batch.live, (bucket.requests,), ("bool",), f"bool[{bucket.requests}]")
+    if found + problems:
         raise ValueError(
-            f"{operation}: " + "; ".join(problems) + ". Prefill first, then loop over decode requests."
+            f"{operation}: "
+            + "; ".join(found + problems)
+            + ". Prefill first, then loop over decode requests, with one entry of each array a request."
         )

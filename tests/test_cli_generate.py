@@ -93,7 +93,7 @@ def test_text_and_table(capsys):
         (["generate", "a", "--implementation", "mosaic,triton"], "pass no --implementation or 'xla'"),
         (["generate", "a", "--tokens", "0"], "give a whole number of at least 1"),
         (["generate", "a", "--tokens", "-3"], "give a whole number of at least 1"),
-        (["generate", "a", "--temperature", "-1"], "give a number of at least 0"),
+        (["generate", "a", "--temperature", "-1"], "give a number from 0"),
         (["generate", "a", "--implementation", "cuda"], "give mosaic, triton, xla"),
         (["generate", "a", "--implementation", "triton"], "needs an NVIDIA GPU"),
         (["generate", "a", "--nonsense"], "unrecognized arguments: --nonsense"),

@@ -131,6 +131,7 @@ def test_stop_tokens_end_one_sequence():
     assert texts(shared(1, 2, "v2").generate(PROMPTS, TOKENS, stop=[stop]), PROMPTS) == wanted
 
 
+@pytest.mark.full
 def test_sampling_depends_on_the_seed():
     """Also: a draft of the wrong model samples the right text when all mass is on one token."""
     run = shared(1, 2, "v2")

@@ -84,8 +84,16 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("two tokens, half tiles, odd table", "three tokens, pages of two tiles")
+"""Cases that take the Hopper kernel's interpreter ten seconds."""
+RUNS = [
+    pytest.param(name, kernel, marks=[pytest.mark.full] if kernel == "mosaic" and name in SLOW else [])
+    for name in CASES
+    for kernel in KERNELS
+]
+
+
+@pytest.mark.parametrize(("name", "kernel"), RUNS)
 def test_ragged_batches(name, kernel):
     case = CASES[name]
     arguments, expected = scenario((case["width"] * case["page_size"], 0, 1, 63, 64, 65, 0, 130), **case)
@@ -104,6 +112,7 @@ def test_exponents_of_any_distance(kernel, key_bytes, query_bytes):
     assert kernel == "triton" or not races_found()
 
 
+@pytest.mark.full
 def test_bfloat16_scores_are_those_of_float32_rounded():
     arguments, _ = scenario((70, 0, 128), n=2, heads=32, page_size=64, width=3)
     call = functools.partial(
@@ -127,6 +136,7 @@ def one_key_apart(distance: int, group: int = 2):
     return q, weights, keys, words, table, limits
 
 
+@pytest.mark.full
 def test_every_distance_of_one_key(monkeypatch):
     """Up to 11 in one go; from 12 on that tile alone is scored again, and the result is the reference's."""
     again = []
@@ -215,6 +225,7 @@ def test_nothing_to_score_is_filled(kernel):
     assert np.isneginf(expected).all()
 
 
+@pytest.mark.full
 def test_traced_layer_offset_and_schedules():
     """The offset as a device value; and neither the schedule nor the number of blocks changes a bit."""
     arguments, expected = scenario((150, 64, 3), n=2, heads=32, page_size=64, width=3)

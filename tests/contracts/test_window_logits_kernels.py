@@ -139,7 +139,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("blocks", [pytest.param(1, marks=pytest.mark.full), 5])
 @pytest.mark.parametrize("name", CASES)
 def test_windows(name, blocks):
     windows, keys, config = CASES[name]
@@ -148,7 +148,7 @@ def test_windows(name, blocks):
     assert not races_found()
 
 
-@pytest.mark.parametrize("cores", [1, 108])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.full), 108])
 @pytest.mark.parametrize("name", CASES)
 def test_windows_on_every_card(name, cores, monkeypatch):
     """On few cores a program has many pages: some before the windows, some inside, some behind."""
@@ -184,7 +184,7 @@ def test_64_heads_and_the_librarys_schedule():
     assert not races_found()
 
 
-@pytest.mark.parametrize("kernel", [run, run_triton])
+@pytest.mark.parametrize("kernel", [pytest.param(run, marks=pytest.mark.full), run_triton])
 def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
     arguments, _ = scenario(FAR, keys=1280)
     got = kernel(arguments, dtype=jnp.bfloat16)
@@ -192,6 +192,7 @@ def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
     np.testing.assert_array_equal(got, kernel(arguments).astype(jnp.bfloat16))
 
 
+@pytest.mark.full
 def test_the_schedule_never_changes_a_bit():
     arguments, _ = scenario(PACKED, keys=193)
     first = run(arguments, group_columns=256)

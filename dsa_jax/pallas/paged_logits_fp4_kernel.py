@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -40,29 +39,17 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
     to see again.
     """
 
+    kernel_name: ClassVar[str] = "paged_mqa_logits_fp4"
+
     steps: steps.Steps = dataclasses.field(default_factory=steps.on_card)
     together: int = 1
-    weights_in_registers: int = 128
-    """Up to this many weights (new tokens x heads) stay in registers over a whole request."""
 
     def call(
         self, plan, misfits, limits, table, offset, q, factors, keys, scales, *, rows: int, interpret
     ) -> Array:
         """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
-        kernel = plgpu.kernel(
-            self.body,
-            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.written),
-            grid=(plan.shape[0],),
-            grid_names=("block",),
-            num_threads=self.config.compute_warpgroups + 1,
-            thread_name="warpgroup",
-            scratch_types=self.scratch(),
-            interpret=interpret,
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-            kernel_name="paged_mqa_logits_fp4",
-        )
         lines = keys.reshape(keys.shape[0], -1, _LINE, 4)
-        out = kernel(
+        out = self.launch(plan.shape[0], rows, interpret)(
             plan,
             misfits,
             limits.astype(jnp.int32),
@@ -196,7 +183,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
             first = self._first_row(refs, request)
             plgpu.barrier_wait(refs.query_full.at[buffer])
             load_weights = lambda j: plgpu.load(refs.head_weights.at[buffer, j, 0], layout=_PER_HEAD)
-            if n * self.heads <= self.weights_in_registers:
+            if n * self.heads <= self.config.kept_weights:
                 kept = [load_weights(j) for j in range(n)]
                 load_weights = lambda j: kept[j]
             # The first of this request's tiles that is this warpgroup's turn.

@@ -40,6 +40,7 @@ class PagedLogitsFp4Config(PagedLogitsConfig):
         together: tiles of one stage, taken by one warpgroup, which expands one while it multiplies another.
     """
 
+    kept_weights: int = 128
     together: int = 1
 
 

@@ -91,7 +91,7 @@ class PagedLogitsKernel:
             stages=config.stages or stages_for(n * heads, most_tiles, config),
             config=config,
             fence=plgpu.commit_smem if interpret else (_fence if config.fence else lambda: None),
-            drain=_drain if interpret else lambda barriers, begin, end, size: None,
+            drain=_drain if interpret else lambda barriers, used, size: None,
             read_now=(lambda ref: ref[0]) if interpret else _read_now,
             **fields,
         )
@@ -100,21 +100,9 @@ class PagedLogitsKernel:
         self, plan, groups, limits, table, offset, q, weights, keys, scales, *, rows: int, interpret
     ) -> Array:
         """Run the kernel for `rows` rows of scores; cuts off the columns added to complete a tile."""
-        kernel = plgpu.kernel(
-            self.body,
-            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.written),
-            grid=(plan.shape[0],),
-            grid_names=("block",),
-            num_threads=self.config.compute_warpgroups + 1,
-            thread_name="warpgroup",
-            scratch_types=self.scratch(),
-            interpret=interpret,
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-            kernel_name=self.kernel_name,
-        )
         if q.dtype == jnp.uint8:
             q = lax.bitcast_convert_type(q, _E4M3)
-        out = kernel(
+        out = self.launch(plan.shape[0], rows, interpret)(
             plan,
             groups,
             limits.astype(jnp.int32),
@@ -126,6 +114,21 @@ class PagedLogitsKernel:
             scales,
         )
         return out[:, : table.shape[1] * self.page_size].astype(self.dtype)
+
+    def launch(self, blocks: int, rows: int, interpret) -> Callable[..., Array]:
+        """The kernel as a function of its arrays: `blocks` blocks that write `rows` rows of scores."""
+        return plgpu.kernel(
+            self.body,
+            out_type=jax.ShapeDtypeStruct((rows, self.columns), self.written),
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=self.config.compute_warpgroups + 1,
+            thread_name="warpgroup",
+            scratch_types=self.scratch(),
+            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            kernel_name=self.kernel_name,
+        )
 
     @property
     def written(self) -> Any:
@@ -179,11 +182,8 @@ class PagedLogitsKernel:
                 plgpu.set_max_registers(self.config.registers[1], action="decrease")
             segments, count = self._copy_tiles(refs, share, layer_offset)
             self._fill(refs, share)
-            for barriers, used, size in (
-                (refs.query_free, segments, self.config.query_buffers),
-                (refs.free, count, self.stages),
-            ):
-                self.drain(barriers, jnp.maximum(used - size, 0), used, size)
+            self.drain(refs.query_free, segments, self.config.query_buffers)
+            self.drain(refs.free, count, self.stages)
 
         @pl.when(warpgroup < consumers)
         def _compute():
@@ -490,11 +490,11 @@ def _read_now(ref) -> Array:
     return read(ref)
 
 
-def _drain(barriers, begin, end, size: int) -> None:
-    """Wait for the hand-overs from `begin` up to `end`, oldest first; a barrier takes every `size`-th."""
+def _drain(barriers, used, size: int) -> None:
+    """Wait for the last hand-over of every barrier that was used, oldest first."""
 
     def wait(i, carry):
         plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(size))])
         return carry
 
-    lax.fori_loop(begin, end, wait, ())
+    lax.fori_loop(jnp.maximum(used - size, 0), used, wait, ())

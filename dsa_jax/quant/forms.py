@@ -131,7 +131,7 @@ def encode_latent(
         tiles = latent.astype(jnp.float32).reshape(*latent.shape[:-1], latent.shape[-1] // FP8_TILE, FP8_TILE)
         largest = fp8.finite_amax(tiles) * jnp.float32(1.0 / fp8.E4M3_MAX)
         scale = fp8.pow2_ceil(jnp.maximum(largest, TILE_SCALE_FLOOR))
-        codes = fp8.encode_e4m3(tiles / scale[..., None]).reshape(latent.shape)
+        codes = fp8.encode_e4m3(tiles * fp8.pow2_reciprocal(scale)[..., None]).reshape(latent.shape)
         return {"key": codes, "key_scale": scale, "key_rope": _bfloat16(k_rope)}
     if form == "bf16":
         return {"key": jnp.concatenate([_bfloat16(latent), _bfloat16(k_rope)], axis=-1)}

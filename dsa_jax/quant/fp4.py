@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax.forms import QUANT_BLOCK_SIZE
-from dsa_jax.quant.fp8 import AMAX_FLOOR, finite_amax
+from dsa_jax.quant.fp8 import AMAX_FLOOR, finite_amax, pow2_reciprocal
 
 TieRule = Literal["deepgemm", "even"]
 
@@ -119,7 +119,7 @@ def quantize_fp4(x: Array, tie_rule: TieRule = "deepgemm") -> tuple[Array, Array
     # 6 = 1.5 * 2^2: two exponents down, one more up if the significand passes 1.5. No division, so nothing rounds.
     exponent = (bits >> 23) - 2 + ((bits & 0x7FFFFF) > 0x400000).astype(jnp.int32)
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    codes = encode_e2m1(groups / scale[..., None], tie_rule).reshape(x.shape)
+    codes = encode_e2m1(groups * pow2_reciprocal(scale)[..., None], tie_rule).reshape(x.shape)
     byte = jnp.where(jnp.any(jnp.isnan(groups), axis=-1), NAN_SCALE, exponent).astype(jnp.uint8)
     return pack_nibbles(codes), lax.bitcast_convert_type(byte, jnp.int32)
 

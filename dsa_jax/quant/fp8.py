@@ -12,6 +12,9 @@ E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 """Smallest maximum a vector is quantised for, so that a zero vector gets zero bytes and a finite scale."""
 
+_SIGN_BIT = -(1 << 31)
+_INFINITY_BITS = 0x7F800000
+
 ScaleRule = Literal["ue8m0", "fp32"]
 
 
@@ -33,18 +36,66 @@ def pow2_ceil(x: Array) -> Array:
     return lax.bitcast_convert_type(jnp.clip(exponent, 1, 254) << 23, jnp.float32)
 
 
-def exact_divide(x: Array, divisor: Array | float) -> Array:
-    """``x / divisor`` correctly rounded; ``divisor`` is broadcast.
+def pow2_reciprocal(power: Array) -> Array:
+    """``1 / power`` exactly, from the bits.
 
-    XLA turns a division by a constant or by a broadcast value into a multiplication by its reciprocal, which is off by a
-    unit in the last place for every third input, and the code next to a rounding boundary changes. A divisor that depends
-    on ``x`` is left alone. Divisors that are powers of two need no such care.
+    Args:
+        power: ``float32`` powers of two from ``2**-126`` to ``2**126``, as scales are.
+
+    >>> pow2_reciprocal(jnp.array([1.0, 0.25, 64.0], jnp.float32)).tolist()
+    [1.0, 4.0, 0.015625]
+    """
+    return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(power, jnp.int32), jnp.float32)
+
+
+def exact_divide(x: Array, divisor: Array | float) -> Array:
+    """``x / divisor`` correctly rounded on every device; quotients below ``2**-126`` become zeros of their sign.
+
+    XLA's own division is not: on GPUs it is the approximate ``div.full.f32``, and one by a constant or a broadcast value is
+    on any device a product with its reciprocal. Either is off by a unit in the last place for many inputs, and the code
+    next to a rounding boundary changes. Here such a division is an estimate only, and integers make it exact. Powers of two
+    need none of this: see `pow2_reciprocal`.
 
     Args:
         x: ``float32`` of any shape.
         divisor: ``float32`` that broadcasts to it (same rank, or a scalar).
     """
-    return x / jnp.where(jnp.isnan(x), jnp.float32(1), jnp.asarray(divisor, jnp.float32))
+    y = jnp.broadcast_to(jnp.asarray(divisor, jnp.float32), x.shape)
+    (digits_x, exponent_x), (digits_y, exponent_y) = _digits(x), _digits(y)
+    # So many places to the left, digits_x over digits_y has 24 bits before the point.
+    shift = 23 + (digits_x < digits_y).astype(jnp.int32)
+    estimate = _estimate(digits_x.astype(jnp.float32), digits_y.astype(jnp.float32))
+    digits = (estimate * lax.bitcast_convert_type((127 + shift) << 23, jnp.float32)).astype(jnp.int32)
+    # The products have 48 bits, but their difference is a few times digits_y: its low 32 bits are all of it.
+    rest = (digits_x << shift) - digits * digits_y
+    step = jnp.round(_estimate(rest.astype(jnp.float32), digits_y.astype(jnp.float32))).astype(jnp.int32)
+    digits, rest = digits + step, rest - step * digits_y
+    # No quotient of two floats lies half-way between two others, so there are no ties.
+    digits = digits + (2 * rest > digits_y).astype(jnp.int32) - (2 * rest < -digits_y).astype(jnp.int32)
+    field = exponent_x - exponent_y - shift + 150
+    size = jnp.where(field > 254, _INFINITY_BITS, (field << 23) + digits - (1 << 23))
+    size = jnp.where((field < 1) | (digits_x == 0), 0, size)
+    sign = (lax.bitcast_convert_type(x, jnp.int32) ^ lax.bitcast_convert_type(y, jnp.int32)) & _SIGN_BIT
+    quotient = lax.bitcast_convert_type(sign | size, jnp.float32)
+    ordinary = (digits_y > 0) & jnp.isfinite(x) & jnp.isfinite(y)
+    # A NaN keeps its sign: x / 1 is x.
+    return jnp.where(ordinary, quotient, x / jnp.where(jnp.isnan(x), jnp.float32(1), y))
+
+
+def _digits(x: Array) -> tuple[Array, Array]:
+    """Integers with ``|x| = digits * 2**exponent``, digits of 24 bits, 0 for zeros; ``x`` is finite, or the result is of no
+    use.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    field, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    digits = jnp.where(field == 0, fraction, fraction | (1 << 23))
+    spare = lax.clz(digits) - 8  # not 0 for subnormal numbers alone
+    return digits << spare, jnp.maximum(field, 1) - 150 - spare
+
+
+def _estimate(x: Array, y: Array) -> Array:
+    """``x / y`` as the device does it."""
+    return x / y
 
 
 def finite_amax(x: Array) -> Array:
@@ -122,6 +173,7 @@ def quantize_fp8(x: Array, scale_rule: ScaleRule = "ue8m0") -> tuple[Array, Arra
     scale = jnp.maximum(finite_amax(x), AMAX_FLOOR) * jnp.float32(1.0 / E4M3_MAX)
     if scale_rule == "ue8m0":
         scale = pow2_ceil(scale)
+        return encode_e4m3(x * pow2_reciprocal(scale)[..., None]), scale
     return encode_e4m3(exact_divide(x, scale[..., None])), scale
 
 

@@ -62,7 +62,7 @@ def scores(kind: str, rows: int, columns: int, seed: int) -> jax.Array:
     """Random scores of a kind of distribution."""
     x = jax.random.normal(jax.random.key(seed), (rows, columns), jnp.float32)
     if kind == "zeros":
-        return jnp.maximum(x - 2, 0) * jnp.where(jnp.arange(columns) % 3 == 0, -1.0, 1.0)
+        return jnp.maximum(x - 2, 0) * jnp.where(jnp.arange(columns)[None] % 3 == 0, -1.0, 1.0)
     if kind == "coarse":
         return x.astype(jnp.bfloat16).astype(jnp.float32)
     if kind == "heavy":

@@ -25,6 +25,12 @@ EVERYWHERE = [
     ("sm80", dict(heads=32, new_tokens=8, page_size=128, traced_offset=True)),
     ("sm90", dict(heads=64, new_tokens=2, page_size=256)),
     ("sm100", dict(heads=16, new_tokens=3, page_size=16)),
+    # What takes most shared memory: as many heads times rows as a program has.
+    ("sm90", dict(heads=64, new_tokens=8, page_size=64)),
+    ("sm90", dict(heads=64, new_tokens=6, page_size=256)),
+    ("sm90", dict(heads=32, new_tokens=8, page_size=128)),
+    ("sm80", dict(heads=128, new_tokens=4, page_size=256)),
+    ("sm100", dict(heads=64, new_tokens=8, page_size=128)),
 ]
 
 

@@ -15,6 +15,9 @@ EVERYWHERE = [
     ("sm80", dict(heads=32, rows=5, keys=8000, form="fp4")),
     ("sm80", dict(heads=128, form="fp4")),
     ("sm90", dict(heads=64, form="fp4")),
+    ("sm90", dict(heads=32, rows=130, keys=1999, form="fp4")),
+    ("sm90", dict(heads=16)),
+    ("sm90", dict(heads=128)),
     ("sm100", dict(heads=64)),
 ]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import cases
-from benchmarks import tune, tune_kernels
+from benchmarks import topk_append_check, tune, tune_kernels
 from dsa_jax.pallas import topk_mosaic, tuning
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,6 +215,15 @@ def test_no_right_schedule_is_a_failure(card, monkeypatch, capsys):
 def test_counted_time(times, kernel, us):
     """Of the named kernels, of all, or of the queue where no profiler says more."""
     assert tune.counted(times, kernel) == us
+
+
+@pytest.mark.parametrize("kernel", ["topk_mosaic", "topk_triton"])
+def test_scores_of_topk(kernel):
+    """Every kind of scores can be made under strict ranks and dtypes, and the reference agrees with itself."""
+    problem = tune_kernels.KERNELS[kernel].problem(dict(rows=2, columns=40))
+    reference = lambda x, limits: topk_append_check.reference(x, limits, topk_append_check.K)
+    assert problem.check(reference) == "ok"
+    assert problem.check(lambda x, limits: reference(x, limits) + 1).startswith("WRONG normal")
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from dsa_jax import quant
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import tuning
 from dsa_jax.pallas.config_checks import check_fields, multiple_of, power_of_two
-from dsa_jax.pallas.triton_call import triton_call
+from dsa_jax.pallas.triton_call import interpret_here, triton_call
 from dsa_jax.quant.fp4 import GROUP, NAN_SCALE
 
 HEAD_DIM = 128
@@ -35,6 +35,10 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_NEW_TOKENS = 8
 MAX_COLUMNS = 512
 """Most heads times new tokens."""
+MAX_PROGRAM_COLUMNS = 256
+"""Most heads times rows of one program."""
+MAX_PROGRAM_PRODUCTS = 32
+"""Most products of one program and page: Triton's time grows with their square, to half a minute for 64."""
 _BYTES, _NIBBLES = 4, 8
 _UNSCALE = 2.0**16
 
@@ -90,8 +94,39 @@ def supported_on(
         )
     if heads * new_tokens > MAX_COLUMNS:
         raise NotImplementedError(
-            f"index heads times new tokens is {heads * new_tokens}; shared memory holds the queries of {MAX_COLUMNS}"
+            f"index heads times new tokens is {heads * new_tokens}; the kernel takes at most {MAX_COLUMNS}"
         )
+    if not rows_at_once(device, heads=heads, page_size=page_size):
+        raise NotImplementedError(
+            f"page_size is {page_size}; {device} has too little shared memory, {_shared_memory(device)} bytes, for pages of "
+            f"that size beside {heads} heads"
+        )
+
+
+def rows_at_once(device: Device, *, heads: int, page_size: int, fp4: bool = False) -> int:
+    """How many rows a program scores at most, 0 if shared memory is too small for one; more are shared out among programs.
+
+    Shared memory holds a program's queries, on Hopper also those for the next page, and a page in three buffers with its
+    scales; this is what the compiler asks for, or a little more.
+    """
+    query = 2 * HEAD_DIM * heads * (2 if _major(device) == 9 else 1)
+    left = _shared_memory(device) - (3 * HEAD_DIM + 4) * page_size - 64
+    products = _NIBBLES if fp4 else _BYTES
+    return max(
+        0, min(MAX_NEW_TOKENS, left // query, MAX_PROGRAM_COLUMNS // heads, MAX_PROGRAM_PRODUCTS // products)
+    )
+
+
+def _major(device: Device) -> int:
+    """The first number of the compute capability; Hopper's where none is known, as in the interpreter."""
+    return device.capability[0] if device.capability else 9
+
+
+def _shared_memory(device: Device) -> int:
+    """Bytes of shared memory that a block may have, from CUDA's table of compute capabilities."""
+    if _major(device) == 8:
+        return (163 if device.capability in ((8, 0), (8, 7)) else 99) << 10
+    return (227 if _major(device) < 12 else 99) << 10
 
 
 def paged_logits_decode(
@@ -150,8 +185,12 @@ def score_groups(
         device, heads=weights.shape[2], new_tokens=n, requests=requests, keys=width * page_size
     )
     cores = device.cores or 108
-    pages_per_program = max(1, min(width, requests * width // (cores * config.waves)))
+    fp4 = isinstance(q, tuple)
+    most = rows_at_once(device, heads=weights.shape[2], page_size=page_size, fp4=fp4)
+    shares = pl.cdiv(n, max(most, 1))
+    pages_per_program = max(1, min(width, requests * shares * width // (cores * config.waves)))
     programs = pl.cdiv(width, pages_per_program)
+    interpret = interpret_here() if interpret is None else interpret
 
     def body(*refs):
         _score(
@@ -159,12 +198,14 @@ def score_groups(
             page_scale=page_scale,
             pages_per_program=pages_per_program,
             programs=programs,
+            shares=shares,
             windows=windows,
+            interpret=interpret,
         )
 
     call = triton_call(
         body,
-        grid=(requests * programs,),
+        grid=(requests * programs * shares,),
         out_shape=jax.ShapeDtypeStruct((requests, n, width * page_size), dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -243,22 +284,26 @@ def _score(
     page_scale,
     pages_per_program,
     programs,
+    shares,
     windows,
+    interpret,
 ):
-    """One program: some consecutive pages of one request or group, all its new tokens."""
-    program = pl.program_id(0)
+    """One program: some consecutive pages of one request or group, all its new tokens or an equal share of them."""
+    # Programs that share a request's tokens are neighbours: the second finds the pages in the L2 cache.
+    program, share = pl.program_id(0) // shares, pl.program_id(0) % shares
     request, first = program // programs, program % programs * pages_per_program
     n, (_, page_size, _) = out.shape[1], words.shape
+    rows = list(range(n))
+    if shares > 1:  # where the shares are not even, the last row is scored again
+        own = pl.cdiv(n, shares)
+        rows = [jnp.minimum(share * own + j, n - 1) for j in range(own)]
     last = jnp.minimum(first + pages_per_program, table.shape[1])
-    row_limits = [limits[request, j] for j in range(n)]
-    length = row_limits[0]
-    for limit in row_limits[1:]:
-        length = jnp.maximum(length, limit)
-    seen = jnp.clip((length + page_size - 1) // page_size, first, last)
+    row_limits = [limits[request, row] for row in rows]
+    seen = jnp.clip((functools.reduce(jnp.maximum, row_limits) + page_size - 1) // page_size, first, last)
     within = jnp.arange(page_size, dtype=jnp.int32)
-    row_starts, unseen = [0] * n, first
+    row_starts, unseen = [0] * len(rows), first
     if windows:
-        row_starts = [limits[request, n + j] for j in range(n)]
+        row_starts = [limits[request, n + row] for row in rows]
         unseen = jnp.clip(functools.reduce(jnp.minimum, row_starts) // page_size, first, seen)
 
     def score_page(p, carry):
@@ -266,23 +311,39 @@ def _score(
         decode = _fp4_planes if planes.dtype == jnp.bfloat16 else _fp8_planes
         parts, scale = decode(words[page], scales[page])
         column = p * page_size + within
-        for j in range(n):
-            products = sum(pltriton.dot(part, planes[request, j, b]) for b, part in enumerate(parts))
-            score = jnp.sum(jnp.maximum(products, 0.0) * weights[request, j][None, :], axis=1) * scale
-            inside = column < row_limits[j]
+        for row, limit, start in zip(rows, row_limits, row_starts, strict=True):
+            products = [pltriton.dot(part, planes[request, row, b]) for b, part in enumerate(parts)]
+            positive = _relu(functools.reduce(jnp.add, products), interpret)
+            score = jnp.sum(positive * weights[request, row][None, :], axis=1) * scale
+            inside = column < limit
             if windows:
-                inside &= column >= row_starts[j]
-            out[request, j, pl.ds(p * page_size, page_size)] = jnp.where(inside, score, -jnp.inf).astype(
+                inside &= column >= start
+            out[request, row, pl.ds(p * page_size, page_size)] = jnp.where(inside, score, -jnp.inf).astype(
                 out.dtype
             )
         return carry
 
     def fill_page(p, carry):
-        for j in range(n):
-            out[request, j, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, out.dtype)
+        for row in rows:
+            out[request, row, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, out.dtype)
         return carry
 
     if windows:
         lax.fori_loop(first, unseen, fill_page, None)
     lax.fori_loop(unseen, seen, score_page, None)
     lax.fori_loop(seen, last, fill_page, None)
+
+
+def _relu(x: Array, interpret: bool) -> Array:
+    """``max(x, 0)`` that keeps NaN: Triton's own maximum would score a NaN key 0, as if it were a poor one."""
+    if interpret:
+        return jnp.maximum(x, 0.0)
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    [positive] = pltriton.elementwise_inline_asm(
+        "max.NaN.f32 $0, $1, 0f00000000;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[shape],
+    )
+    return positive

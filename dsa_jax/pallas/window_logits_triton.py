@@ -13,14 +13,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from dsa_jax import quant
-from dsa_jax.compat import Device
+from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import paged_logits_triton
-from dsa_jax.pallas.paged_logits_triton import HEAD_DIM, MAX_NEW_TOKENS, Config
+from dsa_jax.pallas.paged_logits_triton import HEAD_DIM, Config
 
 PAGE = 64
 """Keys scored at a time."""
-COLUMNS = 256
-"""Most rows x heads of a group; from 1,024 on the compiler asks for more shared memory than cards have."""
 _NOWHERE = 1 << 30
 """Start of an empty window: beyond every column."""
 
@@ -50,12 +48,15 @@ def window_logits(
 
     FP4 keys are ``uint8[S, 64]`` packed codes with ``int32[S]`` scales; their q is the pair ``(uint8[N, H, 64],
     int32[N, H])``.
-    The result is copied once if S is no multiple of 64 or N none of a group's rows, 4 of 64 heads and 8 of 32.
+    The result is copied once if S is no multiple of 64 or N none of a group's rows: 4 of 64 heads, and of 32 heads 8 if the
+    keys are FP8 and 4 if they are FP4.
     """
     (rows, heads), count = weights.shape, keys.shape[0]
     if not rows or not count:
         return jnp.full((rows, count), -jnp.inf, dtype)
-    n = min(MAX_NEW_TOKENS, max(1, COLUMNS // heads), rows)
+    fp4 = isinstance(q, tuple)
+    most = paged_logits_triton.rows_at_once(target_device(), heads=heads, page_size=PAGE, fp4=fp4)
+    n = min(max(most, 1), rows)
     spare, rest = -rows % n, -count % PAGE
     starts, ends = jnp.clip(starts, 0, count), jnp.clip(ends, 0, count)
     starts, ends = jnp.where(starts < ends, starts, _NOWHERE), jnp.where(starts < ends, ends, 0)

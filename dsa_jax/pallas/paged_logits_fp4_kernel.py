@@ -14,7 +14,7 @@ from jax import Array, lax
 from dsa_jax.pallas import paged_logits_fp4_codes as codes
 from dsa_jax.pallas import paged_logits_fp4_steps as steps
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM
-from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
+from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel, weighted_sum
 from dsa_jax.pallas.paged_logits_plan import HEADER, TILE, planned_tiles, whole_tiles
 from dsa_jax.quant.fp4 import GROUPS
 
@@ -200,9 +200,9 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
                 words, scales = zip(
                     *(self._load_tile(refs, stage, t) for t in range(self.together)), strict=True
                 )
-                self.fence()
+                self.machine.fence()
                 plgpu.barrier_arrive(refs.free.at[stage])
-                tops, expand, columns = [], [], []
+                tops, expand = [], []
                 for t in range(self.together):
                     column = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_KEY) + (
                         left + t * TILE
@@ -211,15 +211,15 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
                     top, drop = codes.spread(jnp.where(column < longest, scales[t], codes.ONES))
                     doubts = codes.doubts(top, drop, *doubts)
                     tops.append(top)
-                    columns.append(column)
                     expand.append(lambda words=words[t], drop=drop: self.steps.expand(words, drop))
                 scores = self._scores(refs, buffer, expand, load_weights)
 
                 def store(t):
                     scale = lax.bitcast_convert_type((tops[t] - codes.SHIFT) << 23, jnp.float32)
-                    for j in range(n):
-                        seen = jnp.where(columns[t] < row_limits[j], scores[t][j] * scale, -jnp.inf)
-                        self._store(refs, request, first, j, left + t * TILE, seen)
+                    for j in range(0, n, 2):
+                        bounds = [(None, limit) for limit in row_limits[j : j + 2]]
+                        parts = scores[t][j : j + 2]
+                        self.machine.finish(refs.out, first + j, left + t * TILE, parts, scale, bounds, None)
 
                 store(0)
                 for t in range(1, self.together):  # the last tile may stand here twice
@@ -244,7 +244,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
 
                 lax.fori_loop(0, turns, score_again, ())
 
-            self.fence()
+            self.machine.fence()
             plgpu.barrier_arrive(refs.query_free.at[buffer])
 
         self._walk(refs, share, visit)
@@ -256,7 +256,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
         return words, plgpu.load(scales, layout=_PER_KEY, optimized=False)
 
     def _scores(self, refs, buffer, expand, load_weights):
-        """Scores of a stage's tiles before the keys' scales: for each tile, float32[64] for each new token."""
+        """What a stage's tiles give before the keys' scales: for each tile, for each new token, float32[64, 8]."""
         n, heads = self.n, self.heads
         group = -(-n // -(-n // (self.config.product_columns // heads)))
         if group < n:  # several products with the same keys
@@ -269,7 +269,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
             for t, products in enumerate(self.steps.multiply(expand, some)):
                 for j in range(size):
                     own = products[:, j * heads : (j + 1) * heads]
-                    scores[t].append(_head_sum(own, load_weights(first + j)))
+                    scores[t].append(weighted_sum(own, load_weights(first + j)))
         return scores
 
     def _score_exceptions(self, refs, spare, request, first, buffer, tile, end, longest):
@@ -311,7 +311,8 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
                     return total + products * lax.broadcast_in_dim(load(1 + g), products.shape, [1])
 
                 nothing = plgpu.layout_cast(jnp.zeros((TILE, _FEW_HEADS), jnp.float32), plgpu.Layout.WGMMA)
-                return score + _head_sum(lax.fori_loop(0, GROUPS * once, of_group, nothing), load(0))
+                own = weighted_sum(lax.fori_loop(0, GROUPS * once, of_group, nothing), load(0))
+                return score + jnp.sum(own, axis=1)
 
             nothing = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _PER_KEY)
             score = lax.fori_loop(0, self.heads // _FEW_HEADS * once, of_heads, nothing)
@@ -324,16 +325,3 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
 
 def _no_doubts() -> list[Array]:
     return [plgpu.layout_cast(jnp.zeros((TILE,), dtype), _PER_KEY) for dtype in (jnp.int32, jnp.uint32)]
-
-
-def _head_sum(products: Array, half_weights: Array) -> Array:
-    """``sum_h weight[h] * max(product[h], 0)``. x + |x| is twice the maximum, and needs no comparison.
-
-    Eight columns after eight, of which a thread has two, so that two sums a row are left to add and not eight.
-    """
-    parts = []
-    for left in range(0, products.shape[1], 8):
-        some = products[:, left : left + 8]
-        weights = lax.broadcast_in_dim(half_weights[left : left + 8], some.shape, [1])
-        parts.append((some + jnp.abs(some)) * weights)
-    return jnp.sum(functools.reduce(jnp.add, parts), axis=1)

@@ -12,14 +12,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.mosaic import gpu as mgpu
 
 from dsa_jax.compat import MOSAIC_STORES_HALF_WORDS
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
+from dsa_jax.pallas.paged_logits_finish import COLUMNS, Bounds
+from dsa_jax.pallas.paged_logits_machine import CARD, FENCED_CARD, INTERPRETER, Machine
 from dsa_jax.pallas.paged_logits_plan import FILL, HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
 
-_GROUP = 8
-"""Columns of the smallest piece of a product's layout."""
 _E4M3 = jnp.float8_e4m3fn
 _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
 _PER_HEAD = plgpu.Layout.WGMMA.reduce(0)
@@ -52,13 +51,7 @@ class _Refs:
 
 @dataclasses.dataclass(frozen=True)
 class PagedLogitsKernel:
-    """The numbers a kernel is specialised for, and its body.
-
-    `fence` separates a thread's ordinary reads of shared memory from the copy engine's next writes there. `read_now` reads
-    the one number of an array in global memory at once, where the compiler would put it off until it is needed. `drain`
-    waits for hand-overs that nobody waited for: the interpreter minds a barrier in the middle of a phase; a card does not,
-    and the wait at the end of every block cost 0.2 us there.
-    """
+    """The numbers a kernel is specialised for, and its body."""
 
     kernel_name: ClassVar[str] = "paged_mqa_logits"
 
@@ -69,9 +62,7 @@ class PagedLogitsKernel:
     columns: int
     stages: int
     config: PagedLogitsConfig
-    fence: Callable[[], None]
-    drain: Callable[..., None]
-    read_now: Callable[[Any], Any]
+    machine: Machine
     grouped: bool = False
     dtype: Any = jnp.float32
 
@@ -90,9 +81,7 @@ class PagedLogitsKernel:
             columns=columns,
             stages=config.stages or stages_for(n * heads, most_tiles, config),
             config=config,
-            fence=plgpu.commit_smem if interpret else (_fence if config.fence else lambda: None),
-            drain=_drain if interpret else lambda barriers, used, size: None,
-            read_now=(lambda ref: ref[0]) if interpret else _read_now,
+            machine=INTERPRETER if interpret else (FENCED_CARD if config.fence else CARD),
             **fields,
         )
 
@@ -171,7 +160,7 @@ class PagedLogitsKernel:
         """One block: the last warpgroup copies and fills, the others compute."""
         refs = _Refs(*arrays, **scratch)
         # Beside the block's share: put off until it is needed, this would cost another trip to memory before the first copy.
-        layer_offset = self.read_now(refs.offset)
+        layer_offset = self.machine.read_now(refs.offset)
         share = [refs.plan[lax.axis_index("block"), i] for i in range(HEADER)]
         warpgroup = lax.axis_index("warpgroup")
         consumers = self.config.compute_warpgroups
@@ -182,8 +171,8 @@ class PagedLogitsKernel:
                 plgpu.set_max_registers(self.config.registers[1], action="decrease")
             segments, count = self._copy_tiles(refs, share, layer_offset)
             self._fill(refs, share)
-            self.drain(refs.query_free, segments, self.config.query_buffers)
-            self.drain(refs.free, count, self.stages)
+            self.machine.drain(refs.query_free, segments, self.config.query_buffers)
+            self.machine.drain(refs.free, count, self.stages)
 
         @pl.when(warpgroup < consumers)
         def _compute():
@@ -236,16 +225,9 @@ class PagedLogitsKernel:
         """Where a request's tiles end."""
         return (self._length(refs, request) + (TILE - 1)) // TILE
 
-    def _limit(self, refs: _Refs, request, j: int):
-        """What row j of a request sees, as `_sees_all` and `_sees` take it."""
-        return refs.limits[request, j]
-
-    def _sees_all(self, limit, left):
-        """Whether a row sees the whole tile that begins at a column."""
-        return left + TILE <= limit
-
-    def _sees(self, limit, column):
-        return column < limit
+    def _bounds(self, refs: _Refs, request, j: int) -> Bounds:
+        """What row j of a request or group sees."""
+        return None, refs.limits[request, j]
 
     def _slots(self, refs: _Refs, block, request, tile, count):
         """Slots of a tile's pages; `count` is the tile's number in the block's share."""
@@ -318,7 +300,7 @@ class PagedLogitsKernel:
 
         def visit(request, begin, end, segment, count):
             buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
-            row_limits = [self._limit(refs, request, j) for j in range(n)]
+            bounds = [self._bounds(refs, request, j) for j in range(n)]
             first = self._first_row(refs, request)
             plgpu.barrier_wait(refs.query_full.at[buffer])
             load_weights = lambda j: plgpu.load(refs.head_weights.at[buffer, j], layout=_PER_HEAD)
@@ -332,27 +314,19 @@ class PagedLogitsKernel:
                 plgpu.barrier_wait(refs.full.at[stage])
                 left = (begin + skip + step * consumers) * TILE
 
-                def emit(j, scores):
-                    whole = self._sees_all(row_limits[j], left)
-
-                    @pl.when(whole)
-                    def _():
-                        self._store(refs, request, first, j, left, scores)
-
-                    @pl.when(jnp.logical_not(whole))
-                    def _():
-                        column = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_KEY) + left
-                        seen = jnp.where(self._sees(row_limits[j], column), scores, -jnp.inf)
-                        self._store(refs, request, first, j, left, seen)
+                def finish(j, parts, scale):
+                    rows_left = refs.groups[request, 2] - j if self.grouped else None
+                    some = bounds[j : j + len(parts)]
+                    self.machine.finish(refs.out, first + j, left, parts, scale, some, rows_left)
 
                 release = lambda: plgpu.barrier_arrive(refs.free.at[stage])
-                self._scores(refs, stage, buffer, load_weights, release, emit)
+                self._scores(refs, stage, buffer, load_weights, bounds, release, finish)
                 following = stage + consumers
                 return jnp.where(following >= self.stages, following - self.stages, following)
 
             steps = lax.div(jnp.maximum(end - begin - skip, 0) + consumers - 1, jnp.int32(consumers))
             lax.fori_loop(0, steps, score_tile, lax.rem(count + skip, jnp.int32(self.stages)))
-            self.fence()
+            self.machine.fence()
             plgpu.barrier_arrive(refs.query_free.at[buffer])
 
         self._walk(refs, share, visit)
@@ -368,8 +342,10 @@ class PagedLogitsKernel:
         def _():
             target[...] = values
 
-    def _scores(self, refs: _Refs, stage, buffer, load_weights: Callable[[int], Array], release, emit):
-        """Call ``emit(j, scores)`` with the scores of one tile, float32[64], for each new token j.
+    def _scores(
+        self, refs: _Refs, stage, buffer, load_weights: Callable[[int], Array], bounds, release, finish
+    ):
+        """Call ``finish(j, parts, scale)`` with what a tile gives for one or two new tokens from j on.
 
         As many tokens as fit share one product. `release` is called as soon as the tile has been read for the last time.
         """
@@ -377,23 +353,34 @@ class PagedLogitsKernel:
         products_needed = -(-n // (self.config.product_columns // heads))
         group = -(-n // products_needed)
         half_scale = 0.5 * plgpu.load(refs.tile_scales.at[stage], layout=_PER_KEY, optimized=False)
-        for first in range(0, n, group):
+
+        def score(first: int):
             size = min(group, n - first)
 
-            def multiply(products, first=first, size=size):
+            def multiply(products):
                 some = refs.queries.at[buffer, pl.ds(first * heads, size * heads)]
                 plgpu.wgmma(products, refs.tiles.at[stage], some.transpose((1, 0)))
                 if first == 0:
                     # The scales have been read; waiting for that costs nothing while the product runs.
-                    self.fence()
+                    self.machine.fence()
                 return products[...]
 
             products = pl.run_scoped(multiply, plgpu.ACC((TILE, size * heads), jnp.float32))
             if first + size == n:
                 release()
-            for j in range(size):
-                own = products[:, j * heads : (j + 1) * heads]
-                emit(first + j, _weighted_sum(own, load_weights(first + j)) * half_scale)
+            for j in range(0, size, 2):
+                some = range(j, min(j + 2, size))
+                own = [products[:, k * heads : (k + 1) * heads] for k in some]
+                parts = [weighted_sum(x, load_weights(first + k)) for x, k in zip(own, some, strict=True)]
+                finish(first + j, parts, half_scale)
+
+        if group == n:
+            score(0)
+            return
+        for first in range(0, n, group):
+            # Always true, but the compiler must not know: it would mix a product's sums with the next product, for which
+            # there are not enough registers.
+            pl.when(bounds[first][1] >= 0)(functools.partial(score, first))
 
     def _fill(self, refs: _Refs, share):
         """Write -inf to the block's share of the columns that belong to no tile."""
@@ -447,54 +434,16 @@ class PagedLogitsKernel:
             lax.fori_loop(0, FILL // TILE, of_tile, ())
 
 
-def _weighted_sum(products: Array, weights: Array) -> Array:
-    """``2 * sum_h weights[h] * relu(products[:, h])``, float32[64].
+def weighted_sum(products: Array, weights: Array) -> Array:
+    """``2 * weights[h] * relu(products[:, h])``, added up over groups of columns: float32[64, 8].
 
-    Twice relu is ``x + |x|``: an addition, of which a multiprocessor does twice as many a cycle as maxima. A sum per group
-    of `_GROUP` columns, of which a thread has two, leaves it two values a row to add; a reduction over all columns would
-    keep eight, whose additions are a tenth of the kernel's instructions.
+    Twice relu is ``x + |x|``: an addition, of which a multiprocessor does twice as many a cycle as maxima. `finish` adds up
+    the rest, of which a thread has two columns; a sum over all columns here would leave it eight, whose additions are a
+    tenth of the kernel's instructions.
     """
     parts = []
-    for left in range(0, products.shape[1], _GROUP):
-        product = products[:, left : left + _GROUP]
-        weight = lax.broadcast_in_dim(weights[left : left + _GROUP], product.shape, [1])
+    for left in range(0, products.shape[1], COLUMNS):
+        product = products[:, left : left + COLUMNS]
+        weight = lax.broadcast_in_dim(weights[left : left + COLUMNS], product.shape, [1])
         parts.append((product + jnp.abs(product)) * weight)
-    return jnp.sum(functools.reduce(jnp.add, parts), axis=1)
-
-
-def _fence() -> None:
-    """`plgpu.commit_smem` without its barrier, which nobody needs here: every thread arrives for itself."""
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-    fence()
-
-
-def _read_now(ref) -> Array:
-    """The one number of an ``int32[1]`` array in global memory, int32 scalar."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def read(_, ref):
-        i32 = mgpu.utils.dtype_to_ir_type(jnp.int32)
-        address = mgpu.utils.memref_ptr(ref)
-        value = mgpu.utils.inline_ptx(
-            "ld.volatile.global.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return read(ref)
-
-
-def _drain(barriers, used, size: int) -> None:
-    """Wait for the last hand-over of every barrier that was used, oldest first."""
-
-    def wait(i, carry):
-        plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(size))])
-        return carry
-
-    lax.fori_loop(jnp.maximum(used - size, 0), used, wait, ())
+    return functools.reduce(jnp.add, parts)

@@ -38,16 +38,8 @@ class WindowLogitsKernel(PagedLogitsKernel):
     def _tiles(self, refs, request):
         return refs.groups[request, 4]
 
-    def _limit(self, refs, request, j: int):
+    def _bounds(self, refs, request, j: int):
         return refs.limits[request, self.n + j], refs.limits[request, j]
-
-    def _sees_all(self, limit, left):
-        start, end = limit
-        return (left >= start) & (left + TILE <= end)
-
-    def _sees(self, limit, column):
-        start, end = limit
-        return (column >= start) & (column < end)
 
     def _slots(self, refs, block, request, tile, count):
         return (tile,)

@@ -287,8 +287,7 @@ def _attention_default(module: Any, shape: Shape) -> Any:
 
 def _mosaic_attention(shape: Shape) -> list[Any]:
     default = _attention_default(sparse_mla_mosaic, shape)
-    kinds: list[dict] = [dict(), dict(ahead=True), dict(auto_barriers=False), dict(prefetch=256)]
-    kinds += [dict(halves=True, auto_barriers=False), dict(halves=True, auto_barriers=False, ahead=True)]
+    kinds: list[dict] = [dict(), dict(ahead=64), dict(ahead=128), dict(prefetch=256)]
     changes = [*kinds, *(dict(splits=splits) for splits in (1, 2, 4, 8))]
     return [dataclasses.replace(default, **change) for change in changes]
 

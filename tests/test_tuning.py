@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -25,7 +26,9 @@ from dsa_jax.pallas import (
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Fp8
 from dsa_jax.pallas.paged_logits_fp4_mosaic import PagedLogitsFp4Config as Fp4
 
-A100, H200, B200 = (describe("gpu", f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "H200", "B200"))
+A100, L40, H200, B200 = (
+    describe("gpu", f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "L40", "H200", "B200")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +94,33 @@ def test_schedules_of_paged_scores(heads, new_tokens, requests, keys, fp8, fp4):
         assert paged_logits_triton.default_config(card, **shape) == paged_logits_triton.Config(8, 4, 3)
 
 
+@pytest.mark.parametrize(
+    ("card", "heads", "page_size", "rows"),
+    [
+        # FP8 and FP4. Half-size shared memory of consumer cards: sums of queries and page, not the other bounds.
+        (H200, 64, 64, (4, 4)),
+        (H200, 64, 256, (4, 4)),
+        (H200, 32, 128, (8, 4)),
+        (H200, 128, 256, (2, 2)),
+        (A100, 64, 256, (4, 4)),
+        (A100, 16, 256, (8, 4)),
+        (B200, 64, 128, (4, 4)),
+        (L40, 64, 64, (4, 4)),
+        (L40, 64, 128, (3, 3)),
+        (L40, 128, 128, (1, 1)),
+        (L40, 16, 256, (0, 0)),
+    ],
+    ids=str,
+)
+def test_rows_of_a_triton_program(card, heads, page_size, rows):
+    shape = dict(heads=heads, page_size=page_size)
+    found = tuple(paged_logits_triton.rows_at_once(card, **shape, fp4=fp4) for fp4 in (False, True))
+    assert found == rows
+    refused = pytest.raises(NotImplementedError, match="page_size is 256; NVIDIA L40 .* 101376 bytes")
+    with contextlib.nullcontext() if rows[0] else refused:
+        paged_logits_triton.supported_on(card, **shape, new_tokens=1)
+
+
 @pytest.mark.parametrize("heads", [32, 64])
 def test_schedule_of_contexts(heads):
     narrow = dict(group_columns=256, product_columns=128, kept_weights=128)
@@ -148,7 +178,7 @@ def test_schedules_of_top_k(rows, columns, mosaic, triton):
 )
 def test_schedules_of_attention(form, card, triton):
     """Whatever the number of queries, heads and keys."""
-    registers = dict(compute_registers=208, copy_registers=88) if form == "fp8_ds_mla" else {}
+    registers = dict(compute_registers=208, copy_registers=88, ahead=64) if form == "fp8_ds_mla" else {}
     for tokens, heads, keys in itertools.product((1, 8, 64, 128, 4096), (8, 16, 64, 128), (1000, 2048)):
         shape = dict(tokens=tokens, heads=heads, keys=keys)
         assert sparse_mla_triton.default_config(card, form, **shape) == sparse_mla_triton.Config(*triton)

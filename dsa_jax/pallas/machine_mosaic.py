@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsa_jax.pallas import row_copy_fp8_mosaic, row_copy_mosaic
-from dsa_jax.pallas.row_copy_mosaic import LATENT, TILE, Schedule
+from dsa_jax.pallas.row_copy_mosaic import LATENT, TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,26 +21,24 @@ class Machine:
     """Operations of a kernel body.
 
     Attributes:
-        tiles: how two buffers are filled one after the other.
-        halves: how they are filled by halves.
+        parts: latent columns of a tile whose arrival is signalled together.
         multiply: ``(acc or None, step, ...) -> acc + a b + ...``, float32 ``[64, n]``; a step is a product ``(a, b)``,
             a in shared memory or in registers and b in shared memory, or a function to call between products, which may
             return one.
-        finish_products: ``(n) -> None``, wait until all products but the last n begun are finished.
         opaque_zero: see ``row_copy_mosaic``.
         create_barriers: see ``row_copy_mosaic``.
         fetch_row_numbers: the same.
-        copy_rows: the same; ``barriers`` are the Pallas barriers that the interpreter uses instead.
+        begin_copies: see ``row_copy_fp8_mosaic``; called once, when the first tile's row numbers are there.
+        copy_rows: see ``row_copy_mosaic``; ``barriers`` are the Pallas barriers that the interpreter uses instead.
         wait_rows: the same, with those as second argument.
     """
 
-    tiles: Schedule
-    halves: Schedule
+    parts: tuple[tuple[int, int], ...]
     multiply: Callable[..., Any]
-    finish_products: Callable[[int], None]
     opaque_zero: Callable[[], Array]
     fetch_row_numbers: Callable[..., None]
     create_barriers: Callable[..., None]
+    begin_copies: Callable[..., None]
     copy_rows: Callable[..., None]
     wait_rows: Callable[..., None]
 
@@ -63,20 +61,19 @@ def _multiply(acc, *steps: Any):
 
 
 HOPPER = Machine(
-    tiles=row_copy_mosaic.TILES,
-    halves=row_copy_mosaic.HALVES,
+    parts=row_copy_mosaic.PARTS,
     multiply=_multiply,
-    finish_products=plgpu.wgmma_wait,
     opaque_zero=row_copy_mosaic.opaque_zero,
     fetch_row_numbers=row_copy_mosaic.fetch_row_numbers,
     create_barriers=row_copy_mosaic.create_barriers,
+    begin_copies=lambda *refs, **options: None,
     copy_rows=lambda *refs, barriers, **options: row_copy_mosaic.copy_rows(*refs, **options),
     wait_rows=lambda raw, barriers, *which: row_copy_mosaic.wait_rows(raw, *which),
 )
 HOPPER_FP8 = dataclasses.replace(
     HOPPER,
-    tiles=row_copy_fp8_mosaic.TILES,
-    halves=row_copy_fp8_mosaic.HALVES,
+    parts=row_copy_fp8_mosaic.PARTS,
+    begin_copies=row_copy_fp8_mosaic.begin_copies,
     copy_rows=lambda *refs, barriers, **options: row_copy_fp8_mosaic.copy_rows(*refs, **options),
 )
 
@@ -99,33 +96,30 @@ def _fetch_row_numbers_interpreted(rows_ref, numbers_smem):
 
 def _copy_rows_interpreted(
     key_refs, next_rows_ref, numbers_smem, latent_smem, rope_smem, _, *,
-    read, barriers, schedule, call, slot, has_next, layer_offset, row_limit, page_scale, prefetch, ahead,
+    parts, read, barriers, buffer, slot, has_next, layer_offset, row_limit, page_scale, prefetch, ahead,
 ):  # fmt: skip
     del prefetch, ahead
-    page_size, (buffer, parts), begins = key_refs[0].shape[1], schedule.order[call], schedule.begins(call)
+    page_size = key_refs[0].shape[1]
 
     def copy_row(i, _):
-        row = numbers_smem[slot, i]
+        row = numbers_smem[buffer, slot, i]
         valid = (row >= 0) & (row < row_limit)
         row = jnp.where(valid, row, 0)
         page = jnp.where(valid, lax.div(row, jnp.int32(page_size)) * page_scale + layer_offset, 0)
         latent, rope = read(key_refs, page, lax.rem(row, jnp.int32(page_size)))
-        for part in parts:
-            columns = slice(*schedule.parts[part])
-            latent_smem[i, columns] = jnp.where(valid, latent, jnp.zeros_like(latent))[columns]
-        if begins:
-            rope_smem[i, :] = jnp.where(valid, rope, jnp.zeros_like(rope))
+        latent_smem[i, :] = jnp.where(valid, latent, jnp.zeros_like(latent))
+        rope_smem[i, :] = jnp.where(valid, rope, jnp.zeros_like(rope))
         return ()
 
     lax.fori_loop(0, TILE, copy_row, ())
 
-    @pl.when((has_next != 0) & begins)
+    @pl.when(has_next != 0)
     def _():
-        numbers_smem[1 - slot, :] = next_rows_ref[...]
+        numbers_smem[buffer, 1 - slot, :] = next_rows_ref[...]
 
     plgpu.commit_smem()
-    for part in parts:
-        plgpu.barrier_arrive(barriers.at[buffer * (barriers.shape[0] // 2) + part])
+    for part in range(len(parts)):
+        plgpu.barrier_arrive(barriers.at[buffer * len(parts) + part])
 
 
 def _wait_rows_interpreted(raw, barriers, buffer, part, turn):
@@ -145,19 +139,17 @@ def _read_fp8(key_refs, page, offset):
 
 
 INTERPRETER = Machine(
-    tiles=row_copy_mosaic.TILES,
-    halves=row_copy_mosaic.HALVES,
+    parts=row_copy_mosaic.PARTS,
     multiply=_multiply_interpreted,
-    finish_products=lambda count: None,
     opaque_zero=lambda: jnp.int32(0),
     fetch_row_numbers=_fetch_row_numbers_interpreted,
     create_barriers=lambda raw: None,
-    copy_rows=partial(_copy_rows_interpreted, read=_read_bf16),
+    begin_copies=lambda *refs, **options: None,
+    copy_rows=partial(_copy_rows_interpreted, parts=row_copy_mosaic.PARTS, read=_read_bf16),
     wait_rows=_wait_rows_interpreted,
 )
 INTERPRETER_FP8 = dataclasses.replace(
     INTERPRETER,
-    tiles=row_copy_fp8_mosaic.TILES,
-    halves=row_copy_fp8_mosaic.HALVES,
-    copy_rows=partial(_copy_rows_interpreted, read=_read_fp8),
+    parts=row_copy_fp8_mosaic.PARTS,
+    copy_rows=partial(_copy_rows_interpreted, parts=row_copy_fp8_mosaic.PARTS, read=_read_fp8),
 )

@@ -13,8 +13,6 @@ address can let ``cp.async`` itself arrive.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,33 +23,8 @@ _THREADS, _BARRIER_BYTES = 128, 8
 _MOST_PARTS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """In which pieces, and in which order, two buffers are filled.
-
-    Attributes:
-        parts: latent columns whose arrival is signalled together.
-        order: the copies of one turn, each a buffer and its parts. Those that begin a buffer alternate. The rotary columns
-            come with a buffer's first part.
-    """
-
-    parts: tuple[tuple[int, int], ...]
-    order: tuple[tuple[int, tuple[int, ...]], ...]
-
-    def begins(self, call: int) -> bool:
-        """Whether a copy is the first of its buffer in a turn."""
-        buffers = [buffer for buffer, _ in self.order]
-        return buffers.index(buffers[call]) == call
-
-    def parts_of(self, buffer: int) -> list[int]:
-        """Parts of a buffer in the order of their arrival."""
-        return [part for owner, parts in self.order if owner == buffer for part in parts]
-
-
-TILES = Schedule(((0, 192), (192, 384), (384, 512)), ((0, (0, 1, 2)), (1, (0, 1, 2))))
-"""One buffer after the other."""
-HALVES = Schedule(((0, 256), (256, 512)), ((0, (0,)), (1, (1,)), (0, (1,)), (1, (0,))))
-"""The halves in the order in which they become free, if warpgroup w reads half w of buffer w first."""
+PARTS = ((0, 192), (192, 384), (384, 512))
+"""Latent columns whose arrival is signalled together; the rotary columns come with the first."""
 _RAW = plgpu.RefType()
 _TILED = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -127,27 +100,29 @@ def fetch_row_numbers(rows_ref, numbers_smem) -> None:
 
 def copy_rows(
     key_refs, next_rows_ref, numbers_smem, latent_smem, rope_smem, barriers_smem, *,
-    schedule: Schedule, call: int, slot, has_next, layer_offset, row_limit, page_scale: int,
-    prefetch: int = 128, ahead: bool = True,
+    buffer: int, slot, has_next, layer_offset, row_limit, page_scale: int, prefetch: int = 128, ahead: int = 0,
 ) -> None:  # fmt: skip
-    """Start the copy of parts of one tile of rows; `wait_rows` waits for it.
+    """Start the copy of one tile of rows into a buffer; `wait_rows` waits for its parts.
+
+    The buffers take turns, buffer 0 first.
 
     Args:
         key_refs: one ref, bfloat16 ``[P, T, 576]`` in global memory, T a power of two.
         next_rows_ref: ``int32[64]`` in global memory, the row numbers of this buffer's next tile.
-        numbers_smem: ``int32[2, 64]``; its half ``slot`` holds this tile's row numbers, the other is for the next.
+        numbers_smem: ``int32[2, 2, 64]``, of each buffer two sets of row numbers; the set ``slot`` of this buffer is this
+            tile's, the other is for the next.
         latent_smem: bfloat16 ``[64, 512]``, tiled by (8, 64) and swizzled by 128 bytes.
         rope_smem: bfloat16 ``[64, 64]``, the same.
         barriers_smem: see `create_barriers`.
-        schedule: the schedule, of which every turn makes all calls in their order.
-        call: which of them this is.
-        slot: int32 scalar, 0 or 1.
+        buffer: 0 or 1.
+        slot: int32 scalar, 0 or 1, the same for both buffers in a turn.
         has_next: int32 scalar, 0 where ``next_rows_ref`` may not be read.
         layer_offset: int32 scalar, the layer's first page.
         row_limit: int32 scalar; rows from here on are not read, like those of -1.
         page_scale: pages per slot of the pool.
         prefetch: bytes that the L2 cache fetches around each access, 64, 128 or 256.
-        ahead: let the L2 cache fetch the rows of this buffer's next tile already now.
+        ahead: let the L2 cache fetch the rows of this buffer's next tile already now, so many bytes with an instruction;
+            0 does not.
     """
     (pages_ref,) = key_refs
     page_size = pages_ref.shape[1]
@@ -155,25 +130,20 @@ def copy_rows(
     @plgpu.inline_mgpu(arg_types=(_RAW, _RAW, _RAW, _TILED, _TILED, _RAW, *[_SCALAR] * 4))
     def copy(_, *operands):
         refs, scalars = operands[:6], operands[6:]
-        if schedule.begins(call):
-            emit(["cp.async.wait_group 1;"])  # what was fetched with this buffer's last tile: the row numbers
-            mgpu.warpgroup_barrier()
-        ptx = _copy_ptx(page_size, page_scale, schedule, call, prefetch, ahead)
+        emit(["cp.async.wait_group 1;"])  # what was fetched with this buffer's last tile: the row numbers
+        mgpu.warpgroup_barrier()
+        ptx = _copy_ptx(page_size, page_scale, buffer, prefetch, ahead)
         emit(ptx, *map(mgpu.utils.memref_ptr, refs), *(x.registers.item() for x in scalars))
 
     copy(
-        pages_ref, next_rows_ref, numbers_smem, latent_smem, rope_smem, barriers_smem,
+        pages_ref, next_rows_ref, numbers_smem.at[buffer], latent_smem, rope_smem, barriers_smem,
         slot, has_next, layer_offset, row_limit,
     )  # fmt: skip
 
 
-def _copy_ptx(
-    page_size: int, page_scale: int, schedule: Schedule, call: int, prefetch: int, ahead: bool
-) -> list[str]:
+def _copy_ptx(page_size: int, page_scale: int, buffer: int, prefetch: int, ahead: int) -> list[str]:
     """Operands: pages, next rows, numbers, latent, rope, barriers, slot, has_next, layer offset, row limit."""
     row_bytes = (LATENT + ROPE) * 2
-    (buffer, parts), first = schedule.order[call], schedule.begins(call)
-    ahead = ahead and first
     ptx = [
         ".reg .pred first, valid;",
         ".reg .b32 thread, chunk, group, numbers, to, place, tile, page, offset, next;",
@@ -210,10 +180,9 @@ def _copy_ptx(
             f"add.u32 rope{i}, rope{i}, $4;",
         ]
     copy = f"cp.async.cg.shared.global.L2::{prefetch}B"
-    for part in parts:
-        begin, end = schedule.parts[part]
+    for part, (begin, end) in enumerate(PARTS):
         for i in range(4):
-            if first and part == parts[0]:
+            if part == 0:
                 ptx += [f"{copy} [rope{i}], [from{i}+{LATENT * 2}], {_CHUNK}, size{i};"]
             ptx += [
                 f"{copy} [latent{i}+{j * _SMEM_TILE}], [from{i}+{j * _SEGMENT}], {_CHUNK}, size{i};"
@@ -222,10 +191,8 @@ def _copy_ptx(
         ptx += [f"cp.async.mbarrier.arrive.noinc.shared.b64 {barrier_address('$5', buffer, part)};"]
     if ahead:
         ptx += row_address("next", page_size, page_scale, "$8", "$9")
-        ptx += fetch_ahead("$0", row_bytes)
-    if first:
-        ptx += fetch_next("$1", "$2", "$6", "$7")
-    return ptx
+        ptx += fetch_ahead("$0", row_bytes, ahead)
+    return ptx + fetch_next("$1", "$2", "$6", "$7")
 
 
 def fetch_next(next_rows: str, numbers: str, slot: str, has_next: str) -> list[str]:
@@ -253,23 +220,29 @@ def row_address(row: str, page_size: int, page_scale: int, layer_offset: str, li
 
 
 def read_next_number(next_rows: str, has_next: str) -> list[str]:
-    """PTX that reads one row number of the next tile into ``next`` of each of 64 threads, -1 into the others'."""
+    """PTX that reads one row number of the next tile into ``next`` of every thread, two threads a row; -1 without a tile."""
     return [
         "mov.b32 next, -1;",
-        f"setp.lt.u32 first, thread, {TILE};",
-        f"setp.ne.and.b32 first, {has_next}, 0, first;",
-        "mul.wide.u32 from, thread, 4;",
+        f"setp.ne.u32 first, {has_next}, 0;",
+        "shr.u32 to, thread, 1;",
+        "mul.wide.u32 from, to, 4;",
         f"add.u64 from, from, {next_rows};",
         "@first ld.global.nc.b32 next, [from];",
     ]
 
 
-def fetch_ahead(array: str, row_bytes: int) -> list[str]:
-    """PTX that lets the L2 cache fetch row ``page`` of an array, where ``valid``: nothing waits for it."""
+def fetch_ahead(array: str, row_bytes: int, step: int) -> list[str]:
+    """PTX that lets the L2 cache fetch row ``page`` of an array, where ``valid``: two threads a row, nobody waits.
+
+    A bulk prefetch would need one instruction a row, but the copy engine takes longer for so many than they save.
+    """
+    half = min(max(row_bytes // 2, step), row_bytes)
     return [
+        "and.b32 to, thread, 1;",
         f"mul.wide.u32 from, page, {row_bytes};",
         f"add.u64 from, from, {array};",
-        f"@valid cp.async.bulk.prefetch.L2.global [from], {row_bytes};",
+        f"mad.wide.u32 from, to, {row_bytes - half}, from;",
+        *[f"@valid prefetch.global.L2 [from+{i}];" for i in range(0, half, step)],
     ]
 
 

@@ -31,6 +31,7 @@ _HALF = LATENT // 2
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 _FLOOR = -1e30
+_MINUS_INFINITY = 0xFF800000 - (1 << 32)  # the bits of float32's, as an int32
 _REGISTERS = 504
 """Of a thread of each of the three warpgroups together."""
 _ROW, _COLUMN, _TILED = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA
@@ -44,11 +45,8 @@ class Config:
         splits: blocks that share the keys of one query and 64 heads; 0 chooses by the device's number of cores.
         compute_registers: registers of a thread of the compute warpgroups, a multiple of 8.
         prefetch: bytes that the L2 cache fetches around each access of a row: 64, 128 or 256.
-        ahead: let the L2 cache fetch a tile's rows while the tile before it in the same buffer is copied.
-        halves: fill and free a buffer by halves of its columns; the second warpgroup takes its own tile first, with the
-            first one's weights scaled to its maxima, so that one half of either buffer is free early.
-        auto_barriers: let Pallas put barriers around every access to shared memory. Without them the maxima are read back
-            after they were published, which keeps the scaling of the outputs behind it.
+        ahead: let the L2 cache fetch a tile's rows while the tile before it in the same buffer is copied, so many bytes with
+            an instruction: 32, 64 or 128; 0 does not.
         copy_registers: the same of the copying warpgroup; at most 504 together with two computing ones.
     """
 
@@ -56,9 +54,7 @@ class Config:
     compute_registers: int = 224
     copy_registers: int = 56
     prefetch: int = 128
-    ahead: bool = False
-    halves: bool = False
-    auto_barriers: bool = True
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         most = _REGISTERS - 2 * self.compute_registers
@@ -68,6 +64,7 @@ class Config:
             compute_registers=multiple_of(8, 24, 240),
             copy_registers=multiple_of(8, 24, most),
             prefetch=one_of(64, 128, 256),
+            ahead=one_of(0, 32, 64, 128),
         )
 
 
@@ -175,10 +172,9 @@ def _launch(q, keys, rows, machine, *, page_scale, layer_offset, softmax_scale, 
     splits = config.splits or choose_splits(tokens * heads // HEADS, pairs, target_device().cores)
     splits = -(-pairs // -(-pairs // min(splits, pairs)))
     partials = jnp.float32 if splits > 1 else q.dtype
-    schedule = machine.halves if config.halves else machine.tiles
     body = partial(
         _body, blocks=heads // HEADS, splits=splits, pairs=pairs, page_scale=page_scale,
-        score_scale=softmax_scale * _LOG2_E, config=config, machine=machine, schedule=schedule,
+        score_scale=softmax_scale * _LOG2_E, config=config, machine=machine,
     )  # fmt: skip
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     out, lse = plgpu.kernel(
@@ -201,8 +197,8 @@ def _launch(q, keys, rows, machine, *, page_scale, layer_offset, softmax_scale, 
             state_smem=plgpu.SMEM((4, HEADS), jnp.float32),
             started=plgpu.Barrier(num_arrivals=3),
             query_ready=plgpu.Barrier(),
-            keys_ready=plgpu.Barrier(num_barriers=2 * len(schedule.parts)),
-            keys_free=plgpu.Barrier(num_barriers=4),  # of either buffer, by either warpgroup
+            keys_ready=plgpu.Barrier(num_barriers=2 * len(machine.parts)),
+            keys_free=plgpu.Barrier(num_arrivals=2, num_barriers=2),
             weights_ready=plgpu.Barrier(num_barriers=2),
             exchanged=plgpu.Barrier(num_arrivals=2),
             stored=plgpu.Barrier(num_arrivals=2),
@@ -211,7 +207,7 @@ def _launch(q, keys, rows, machine, *, page_scale, layer_offset, softmax_scale, 
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=0,
-            unsafe_no_auto_barriers=not config.auto_barriers,
+            unsafe_no_auto_barriers=True,  # those round every access cost 5 %; the race detector sees a missing one
         ),
         kernel_name="sparse_mla",
         interpret=interpret,
@@ -235,7 +231,7 @@ def _body(
     q_ref, rows_ref, offset_ref, *refs,
     q_smem, latent_smem, rope_smem, weight_smem, number_smem, state_smem,
     started, query_ready, keys_ready, keys_free, weights_ready, exchanged, stored,
-    blocks, splits, pairs, page_scale, score_scale, config, machine, schedule,
+    blocks, splits, pairs, page_scale, score_scale, config, machine,
 ):  # fmt: skip
     *key_refs, out_ref, lse_ref = refs
     block = lax.axis_index("block")
@@ -268,27 +264,27 @@ def _body(
             machine.fetch_row_numbers(rows_of(0, buffer), number_smem.at[buffer])
         start()
 
+        where = dict(layer_offset=offset, row_limit=limit, page_scale=page_scale, prefetch=config.prefetch)
+        machine.begin_copies(key_refs, number_smem, **where)
+
         def pair(step, _):
-            for call, (buffer, parts) in enumerate(schedule.order):
-                readers = parts if config.halves else (0, 1)
+            for buffer in range(2):
 
                 @pl.when(step > 0)
-                def _(buffer=buffer, readers=readers):
-                    for reader in readers:
-                        plgpu.barrier_wait(keys_free.at[2 * buffer + reader])
+                def _(buffer=buffer):
+                    plgpu.barrier_wait(keys_free.at[buffer])
 
                 machine.copy_rows(
-                    key_refs, rows_of(jnp.minimum(step + 1, steps - 1), buffer), number_smem.at[buffer],
-                    latent_smem.at[buffer], rope_smem.at[buffer], barriers, barriers=keys_ready, schedule=schedule,
-                    call=call, slot=lax.rem(step, jnp.int32(2)), layer_offset=offset, row_limit=limit,
-                    page_scale=page_scale, prefetch=config.prefetch, ahead=config.ahead,
-                    has_next=(step + 1 < steps).astype(jnp.int32),
+                    key_refs, rows_of(jnp.minimum(step + 1, steps - 1), buffer), number_smem,
+                    latent_smem.at[buffer], rope_smem.at[buffer], barriers, barriers=keys_ready, buffer=buffer,
+                    slot=lax.rem(step, jnp.int32(2)), has_next=(step + 1 < steps).astype(jnp.int32),
+                    ahead=config.ahead, **where,
                 )  # fmt: skip
             return ()
 
         lax.fori_loop(0, steps, pair, ())
-        for barrier in range(4):
-            plgpu.barrier_wait(keys_free.at[barrier])
+        for buffer in range(2):
+            plgpu.barrier_wait(keys_free.at[buffer])
 
     def compute(own: int):
         other = 1 - own
@@ -309,7 +305,7 @@ def _body(
             return latent_smem.at[buffer + machine.opaque_zero(), :, half]
 
         def free(buffer):
-            plgpu.barrier_arrive(keys_free.at[2 * buffer + own])
+            plgpu.barrier_arrive(keys_free.at[buffer])
 
         def scaled(x, factor):
             return x * lax.broadcast_in_dim(factor, x.shape, [0])
@@ -318,19 +314,21 @@ def _body(
             """Scores of this warpgroup's tile, times log2(e), and the row maxima."""
             position = (first + step) * (2 * TILE) + own * TILE
             rows = plgpu.load(rows_ref.at[token, pl.ds(position, TILE)], layout=_COLUMN, optimized=False)
-            bias = jnp.where((rows >= 0) & (rows < limit), jnp.float32(0), jnp.float32(-jnp.inf))
+            seen = jnp.where((rows >= 0) & (rows < limit), jnp.int32(-1), jnp.int32(0))
             zero = machine.opaque_zero()
             products: list = []
-            for number, part in enumerate(schedule.parts_of(own)):
-                begin, end = schedule.parts[part]
+            for part, (begin, end) in enumerate(machine.parts):
                 columns = pl.ds(begin, end - begin)
                 products.append(partial(machine.wait_rows, barriers, keys_ready, own, part, step))
-                if number == 0:
+                if part == 0:
                     products.append((q_rope, rope_smem.at[own + zero].transpose((1, 0))))
                 key_part = latent_smem.at[own + zero, :, columns].transpose((1, 0))
                 products.append((q_smem.at[zero, :, columns], key_part))
             score = machine.multiply(None, *products)
-            score = score * score_scale + lax.broadcast_in_dim(bias, score.shape, [1])
+            # By bits, because a query may be NaN, and one instruction does it: the score where seen, else -inf.
+            seen = lax.broadcast_in_dim(seen, score.shape, [1])
+            bits = lax.bitcast_convert_type(score * score_scale, jnp.int32)
+            score = lax.bitcast_convert_type((bits & seen) | (~seen & _MINUS_INFINITY), jnp.float32)
             return score, jnp.max(score, axis=1)
 
         def publish(score, top):
@@ -341,8 +339,8 @@ def _body(
             state_smem.at[own][...] = top
             plgpu.commit_smem()
             plgpu.barrier_arrive(weights_ready.at[own])
-            if not config.auto_barriers:
-                top = plgpu.load(state_smem.at[own], layout=_ROW)
+            # Read back after it was published, the maximum keeps the scaling of the outputs behind that.
+            top = plgpu.load(state_smem.at[own], layout=_ROW)
             return weights, jnp.sum(weight, axis=1), top
 
         def first_pair(step, carry):
@@ -365,28 +363,12 @@ def _body(
             plgpu.barrier_wait(weights_ready.at[other])
             other_top = plgpu.load(state_smem.at[other], layout=_ROW)
             weights, tile_total, new_top = publish(score, jnp.maximum(other_top, tile_top))
-            if not config.halves:
-                shrink, rest = jnp.exp2(top - other_top), jnp.exp2(other_top - new_top)
-                acc = machine.multiply(scaled(acc, shrink), (weight_smem.at[other], values(other)))
-                free(other)
-                acc = machine.multiply(scaled(acc, rest), (weights, values(own)))
-                free(own)
-                return acc, total * shrink * rest + tile_total, new_top
-            shrink = jnp.exp2(top - new_top)
-
-            def others():
-                """The first's weights, for this warpgroup's maxima: its own tile comes first, to be free first."""
-                weights = plgpu.load(weight_smem.at[other], layout=_TILED)
-                weights = scaled(weights.astype(jnp.float32), jnp.exp2(other_top - new_top))
-                return weights.astype(jnp.bfloat16), values(other)
-
-            def free_own():
-                machine.finish_products(1)
-                free(own)
-
-            acc = machine.multiply(scaled(acc, shrink), (weights, values(own)), others, free_own)
+            shrink, rest = jnp.exp2(top - other_top), jnp.exp2(other_top - new_top)
+            acc = machine.multiply(scaled(acc, shrink), (weight_smem.at[other], values(other)))
             free(other)
-            return acc, total * shrink + tile_total, new_top
+            acc = machine.multiply(scaled(acc, rest), (weights, values(own)))
+            free(own)
+            return acc, total * shrink * rest + tile_total, new_top
 
         zeros = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _ROW)
         floor = plgpu.layout_cast(jnp.full((HEADS,), _FLOOR, jnp.float32), _ROW)

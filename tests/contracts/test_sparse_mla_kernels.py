@@ -212,22 +212,21 @@ def test_no_queries(kernel):
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "splits", "halves"),
-    [(64, 200, 1, False), (64, 129, 1, True), (8, 300, 1, True), (8, 140, 2, False)],
+    ("heads", "keys", "splits"),
+    [(64, 200, 1), (8, 300, 1), (8, 140, 2)],
 )
-def test_mosaic_agrees_with_numpy_without_races(heads, keys, splits, halves):
+def test_mosaic_agrees_with_numpy_without_races(heads, keys, splits):
     p = problem(2, heads, keys, latent=512, rope=64, page_size=64, seed=keys)
-    result = run_mosaic(p, splits=splits, halves=halves)
+    result = run_mosaic(p, splits=splits)
     check(p, result)
     assert not races_found()
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_mosaic_reads_the_656_byte_form(halves):
+def test_mosaic_reads_the_656_byte_form():
     p, keys = fp8_problem(2, 64, 150)
     result = sparse_mla_mosaic.sparse_mla(
         p.q, keys, p.rows, page_scale=SCALE, layer_offset=LAYER_OFFSET, softmax_scale=SOFTMAX_SCALE,
-        form="fp8_ds_mla", config=sparse_mla_mosaic.Config(splits=1, halves=halves), interpret=INTERPRETED,
+        form="fp8_ds_mla", config=sparse_mla_mosaic.Config(splits=1), interpret=INTERPRETED,
     )  # fmt: skip
     check(p, result)
     assert not races_found()
@@ -237,12 +236,10 @@ def test_a_planted_race_is_seen(monkeypatch):
     """Keys that are announced before they are written."""
     honest = sparse_mla_mosaic.INTERPRETER
 
-    def announce_too_early(*refs, barriers, schedule, call, **options):
-        buffer, parts = schedule.order[call]
-        for part in parts:
-            plgpu.barrier_arrive(barriers.at[buffer * len(schedule.parts) + part])
-        silent = _NoBarriers(barriers.shape)
-        honest.copy_rows(*refs, barriers=silent, schedule=schedule, call=call, **options)
+    def announce_too_early(*refs, barriers, buffer, **options):
+        for part in range(len(honest.parts)):
+            plgpu.barrier_arrive(barriers.at[buffer * len(honest.parts) + part])
+        honest.copy_rows(*refs, barriers=_NoBarriers(), buffer=buffer, **options)
 
     monkeypatch.setattr(plgpu, "barrier_arrive", _skip_marked(plgpu.barrier_arrive))
     dishonest = dataclasses.replace(honest, copy_rows=announce_too_early)
@@ -254,8 +251,6 @@ def test_a_planted_race_is_seen(monkeypatch):
 @dataclasses.dataclass
 class _NoBarriers:
     """Stands for barriers on which nothing is to arrive."""
-
-    shape: tuple[int, ...]
 
     @property
     def at(self):
@@ -353,7 +348,7 @@ CASE = "contracts.test_sparse_mla_kernels:compiled_case"
         ("sm90", "mosaic", dict(heads=128)),
         ("sm90", "mosaic", dict(heads=16, tokens=1, keys=1000)),
         ("sm90", "mosaic", dict(heads=128, form="fp8_ds_mla")),
-        ("sm90", "mosaic", dict(heads=128, config=dict(halves=True, auto_barriers=False, ahead=True))),
+        ("sm90", "mosaic", dict(heads=128, config=dict(ahead=64))),
     ],
 )
 def test_claimed_cards_compile(compile_environment, card, kernel, options):

@@ -5,12 +5,29 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+
+class Launch(NamedTuple):
+    """Something that ran on the device: a kernel, a copy or a fill.
+
+    Attributes:
+        start: nanoseconds.
+        name: of the kernel.
+        us: its duration.
+        in_graph: whether a command buffer launched it.
+    """
+
+    start: float
+    name: str
+    us: float
+    in_graph: bool
 
 
 def device_times(
@@ -58,25 +75,46 @@ def kernel_times(calls: Sequence[Callable[[], Any]], kernel: str) -> list[list[f
     Returns:
         The microseconds of every launch, for each call.
     """
-    events = _profile(calls)
-    times = [us for _, name, us in sorted(events) if kernel in name]
+    times = [launch.us for launch in _profile(calls) if kernel in launch.name]
     if len(times) % len(calls):
         raise RuntimeError(f"{len(times)} launches of {kernel} in {len(calls)} calls")
     launches = len(times) // len(calls)
     return [times[i * launches : (i + 1) * launches] for i in range(len(calls))]
 
 
+def launches(calls: Sequence[Callable[[], Any]]) -> list[list[Launch]]:
+    """Everything that equal calls launch, in order of start, from a single profile in which they are queued.
+
+    Args:
+        calls: functions that launch the same kernels.
+
+    Returns:
+        The launches of each call; nothing without a working profiler.
+
+    Raises:
+        RuntimeError: the profile does not divide into equal calls.
+    """
+    events = _profile(calls)
+    total, size = len(events), len(events) // len(calls)
+    events = events[total % len(calls) :]  # what was still running when the profile began
+    found = [events[i * size : (i + 1) * size] for i in range(len(calls))]
+    names = [sorted(launch.name for launch in part) for part in found]
+    if any(part != names[0] for part in names):
+        raise RuntimeError(f"{total} launches do not divide into {len(calls)} equal calls")
+    return found if size else []
+
+
 def _trace(call, arguments, rounds) -> dict[str, list[float]]:
     """Durations in microseconds of every kernel on the device while the calls run."""
     durations: dict[str, list[float]] = defaultdict(list)
     repeated = [lambda args=args: call(*args) for _ in range(rounds) for args in arguments]
-    for _, name, us in _profile(repeated):
-        durations[name].append(us)
+    for launch in _profile(repeated):
+        durations[launch.name].append(launch.us)
     return durations
 
 
-def _profile(calls: Sequence[Callable[[], Any]]) -> list[tuple[float, str, float]]:
-    """``(start, name, microseconds)`` of everything on the device's streams while the calls run."""
+def _profile(calls: Sequence[Callable[[], Any]]) -> list[Launch]:
+    """Everything on the device's streams while the calls run, in order of start."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 0
@@ -84,14 +122,25 @@ def _profile(calls: Sequence[Callable[[], Any]]) -> list[tuple[float, str, float
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready([call() for call in calls][-1])
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                if not plane.name.startswith("/device:GPU"):
-                    continue
-                for line in plane.lines:
-                    if line.name.startswith("Stream"):
-                        events += [(e.start_ns, e.name, e.duration_ns / 1e3) for e in line.events]
-    return events
+        with warnings.catch_warnings():  # JAX's type of statistics lacks what Python 3.12 asks of types
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for path in Path(folder).rglob("*.xplane.pb"):
+                events += _launches_in(path)
+    return sorted(events)
+
+
+def _launches_in(path: Path) -> Iterator[Launch]:
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                for e in line.events:
+                    yield Launch(e.start_ns, e.name, e.duration_ns / 1e3, _in_graph(e))
+
+
+def _in_graph(event: Any) -> bool:
+    return any(name == "cuda_graph_id" and value for name, value in event.stats)
 
 
 def copy_rate(gigabytes: float = 4.0) -> float:

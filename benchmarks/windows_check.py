@@ -1,0 +1,235 @@
+"""Scores of contiguous keys inside windows: ``python -m benchmarks.windows_check --json FILE``.
+
+The prefill of one request: its last tokens score all keys up to themselves. `ops.mqa_logits` with FP8 keys is compared with
+a float32 reference on some rows, with DeepGEMM's `fp8_mqa_logits` where its wheel is installed (see `deepgemm`), and on the
+smallest shape with the XLA reference. Operations are counted inside the windows. Ours writes -inf outside of them, the peer
+leaves those scores as they are. Inputs stay the same: every call writes several times the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from benchmarks.paged_logits import HEAD_DIM, ContextProblem, difference
+from benchmarks.timing import device_times
+from dsa_jax import ops
+
+PROBLEMS = ((2048, 32768), (8192, 8192), (8192, 65536))
+"""New tokens and keys, the new ones included."""
+BOUND = 5e-6
+"""Largest calc_diff; FP8 products on Hopper keep about 14 bits of their sums."""
+WANTED, WANTED_ON = 1000.0, (8192, 8192)
+"""TFLOP/s, and where."""
+SAMPLE, ROUNDS = 64, 8
+
+
+def arrays(problem: ContextProblem) -> tuple[Array, ...]:
+    """``(q, keys, scales, weights, starts, ends)`` as `mqa_logits` takes them, keys and scales apart."""
+
+    @jax.jit
+    def make():
+        own = [jax.random.key(i) for i in range(4)]
+        shape = (problem.tokens, problem.heads)
+        codes = [
+            jax.random.normal(key, shape, jnp.bfloat16).astype(jnp.float8_e4m3fn)
+            for key, shape in ((own[0], (*shape, HEAD_DIM)), (own[1], (problem.keys, HEAD_DIM)))
+        ]
+        q, keys = (lax.bitcast_convert_type(x, jnp.uint8) for x in codes)
+        scales = jax.random.uniform(own[2], (problem.keys,), jnp.float32) + 0.5
+        return q, keys, scales, jax.random.normal(own[3], shape, jnp.float32)
+
+    ends = jnp.asarray(problem.limits)
+    return *make(), jnp.zeros_like(ends), ends
+
+
+def scores(q, keys, scales, weights, starts, ends, *, implementation: Any = None) -> Array:
+    """The op with flat arguments."""
+    return ops.mqa_logits(q, (keys, scales), weights, starts, ends, implementation=implementation)
+
+
+@jax.jit
+def reference(q, keys, scales, weights, starts, ends) -> Array:
+    """The same in float32, a row at a time."""
+    decode = lambda codes: lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    k, column = decode(keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
+
+    def of_row(row):
+        q, weights, start, end = row
+        dots = jnp.maximum(jnp.einsum("hd,sd->hs", decode(q), k, precision="highest"), 0)
+        total = jnp.einsum("hs,h->s", dots, weights, precision="highest") * scales
+        return jnp.where((column >= start) & (column < end), total, -jnp.inf)
+
+    return lax.map(of_row, (q, weights, starts, ends))
+
+
+def measure(problem: ContextProblem, given: tuple[Array, ...], program: Any, peer: dict[str, float]) -> dict:
+    """Check some rows, the first and the last among them, and time the program."""
+    chosen = jnp.asarray(np.linspace(0, problem.tokens - 1, min(SAMPLE, problem.tokens)).astype(np.int32))
+    q, keys, scales, weights, starts, ends = given
+    want = reference(q[chosen], keys, scales, weights[chosen], starts[chosen], ends[chosen])
+    diff, misplaced = difference(program(*given)[chosen], want)
+    row: dict[str, Any] = {"problem": problem.name, "diff": float(diff), "misplaced": int(misplaced)}
+    row |= timed(program, given)
+    time_us = row.get("kernel", row["queued"])
+    row["tflop_s"] = problem.flops / time_us / 1e6
+    good = row["diff"] < BOUND and not row["misplaced"]
+    text = f"{problem.name}: {'ok' if good else 'BAD'} diff {row['diff']:.1e}, misplaced {row['misplaced']}; "
+    text += f"kernel {time_us:.1f} us, whole call {row.get('total', row['queued']):.1f} us, "
+    text += f"queued {row['queued']:.1f} us; {row['tflop_s']:.0f} TFLOP/s"
+    if (problem.tokens, problem.keys) == WANTED_ON:
+        text += f" (wanted {WANTED:.0f}: {'ok' if row['tflop_s'] >= WANTED else 'MISSED'})"
+    if peer:
+        row["peer"] = peer
+        row["ratio"] = time_us / peer.get("kernel", peer["queued"])
+        text += f"; DeepGEMM {peer.get('kernel', peer['queued']):.1f} us, ratio {row['ratio']:.3f}"
+    print(text, flush=True)
+    return row
+
+
+def timed(program: Any, given: tuple[Array, ...], rounds: int = ROUNDS) -> dict[str, float]:
+    """Median microseconds of the longest kernel, the sum of all, and wall time in the queue."""
+    times = device_times(program, [given], rounds=rounds)
+    kernels = {name: us for name, us in times.items() if name not in ("total", "queued")}
+    found = {name: times[name] for name in ("total", "queued") if name in times}
+    return found | ({"kernel": max(kernels.values())} if kernels else {})
+
+
+def against_xla(given: tuple[Array, ...], program: Any, row: dict) -> None:
+    """Add the reference's time on the same shape, and how far all scores differ from it."""
+    xla = jax.jit(partial(scores, implementation="xla"))
+    diff, misplaced = difference(program(*given), xla(*given))
+    times = timed(xla, given, 1)
+    row["xla"] = times | {"diff": float(diff), "misplaced": int(misplaced)}
+    faster = times["queued"] / row["queued"]
+    print(
+        f"{row['problem']}: xla {times['queued']:.0f} us queued, {faster:.1f} times as long; all scores differ by "
+        f"{float(diff):.1e}, misplaced {int(misplaced)}",
+        flush=True,
+    )
+
+
+def measure_peers(problems: Sequence[ContextProblem]) -> dict[str, dict[str, float]]:
+    """The peer's times from a process of its own, as in `deepgemm`; empty if it cannot run."""
+    shapes = json.dumps([(p.tokens, p.keys, p.heads) for p in problems])
+    command = [sys.executable, "-m", "benchmarks.windows_check", "--peer", shapes]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:
+        print("DeepGEMM left out: it took more than a minute")
+        return {}
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    print("DeepGEMM left out:", (done.stderr.strip().splitlines() or ["no output"])[-1], flush=True)
+    return {}
+
+
+def peer(problem: ContextProblem) -> dict[str, float]:
+    """Kernel time from the profiler, and time of queued calls between two events, in microseconds."""
+    torch: Any = importlib.import_module("torch")
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    rows, keys, heads, device = problem.tokens, problem.keys, problem.heads, "cuda"
+    q = torch.randn(rows, heads, HEAD_DIM, device=device).to(torch.float8_e4m3fn)
+    k = torch.randn(keys, HEAD_DIM, device=device).to(torch.float8_e4m3fn)
+    scale, weights = torch.rand(keys, device=device) + 0.5, torch.randn(rows, heads, device=device)
+    ends = torch.from_numpy(problem.limits).to(device)
+    starts = torch.zeros_like(ends)
+
+    def run():
+        return deep_gemm.fp8_mqa_logits(q, (k, scale), weights, starts, ends, False)
+
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(ROUNDS):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    result = {"queued": begin.elapsed_time(end) * 1e3 / ROUNDS}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(ROUNDS):
+            run()
+        torch.cuda.synchronize()
+    times = [
+        e.device_time if hasattr(e, "device_time") else e.cuda_time
+        for e in profile.events()
+        if "mqa_logits" in e.name
+    ]
+    kernel = [time for time in times if time > 0]
+    return result | ({"kernel": statistics.median(kernel)} if kernel else {})
+
+
+def print_peers(shapes: str) -> None:
+    """What `measure_peers` runs: one JSON object, problem name -> times."""
+    found = {}
+    for tokens, keys, heads in json.loads(shapes):
+        problem = ContextProblem(tokens, keys, heads)
+        try:
+            found[problem.name] = peer(problem)
+        except (RuntimeError, AssertionError) as error:
+            print(f"{problem.name}: {error}", file=sys.stderr)
+    print(json.dumps(found))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=30, help="start no shape after this time")
+    parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
+    parser.add_argument(
+        "--shapes",
+        type=int,
+        nargs=2,
+        action="append",
+        metavar=("TOKENS", "KEYS"),
+        help="instead of the usual",
+    )
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.peer:
+        print_peers(options.peer)
+        return
+    begin = time.perf_counter()
+    problems = [ContextProblem(tokens, keys, options.heads) for tokens, keys in options.shapes or PROBLEMS]
+    peers = {} if options.no_peer else measure_peers(problems)  # before JAX takes the card's memory
+    report: dict[str, Any] = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "rows": []}
+    with ThreadPoolExecutor(len(problems)) as pool:
+        given = [arrays(problem) for problem in problems]
+        programs = [pool.submit(jax.jit(scores).lower(*each).compile) for each in given]
+        for problem, each, program in zip(problems, given, programs, strict=True):
+            if time.perf_counter() - begin > options.seconds:
+                print(f"{problem.name}: out of time", flush=True)
+                continue
+            report["rows"].append(measure(problem, each, program.result(), peers.get(problem.name, {})))
+            print(f"{time.perf_counter() - begin:.0f} s", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1))
+    if report["rows"] and time.perf_counter() - begin <= options.seconds:
+        against_xla(given[0], programs[0].result(), report["rows"][0])
+        print(f"{time.perf_counter() - begin:.0f} s", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,9 @@
-"""Check and time paged scores of FP4 keys: ``python -m benchmarks.fp4_check [--sweep] [--json FILE]``.
+"""Check and time paged scores of FP4 keys: ``python -m benchmarks.fp4_check [--sweep] [--xla] [--json FILE]``.
 
 Every schedule is compared with a float32 reference on decoded values, ragged requests, exceptional scales and all, then
 timed in one profile; the kernel of FP8 keys is timed on the same shape in the same run. A kernel's time is without the work
-plan, which is made once per step, and without the re-expression of the queries, which `total` has.
+plan, which is made once per step, and without the re-expression of the queries, which `total` has. With ``--xla`` the
+reference is timed on every problem as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from benchmarks import xla
 from benchmarks.paged_logits import HEAD_DIM, Problem, difference
 from benchmarks.paged_logits import inputs as fp8_inputs
 from benchmarks.timing import device_times, kernel_times
@@ -173,7 +175,9 @@ def check(problem: Problem, built: dict[str, Any]) -> dict:
     return {"diff": float(diff), "misplaced": int(misplaced), "nan": int(jnp.isnan(got).sum())}
 
 
-def time_problem(problem: Problem, runs: list[tuple[str, Config | None, Future]], rounds: int) -> list[dict]:
+def time_problem(
+    problem: Problem, runs: list[tuple[str, Config | None, Future]], rounds: int, with_xla: bool
+) -> list[dict]:
     """Check and time the kernels of one problem."""
     (codes, powers, weights, keys, scales, limits), tables = inputs(problem)
     want = reference(codes, powers, weights, keys, scales, tables[0], limits)
@@ -212,6 +216,10 @@ def time_problem(problem: Problem, runs: list[tuple[str, Config | None, Future]]
         if row["kernel"] == "mosaic":
             row["total"] = device_times(lambda run=run: run(1), [()] * 4).get("total")
             break
+    if with_xla:
+        found = xla.time_scores(problem, "fp4", ((codes, powers), weights, keys, scales), tables)
+        for row in rows:
+            row |= found if row["kernel"] != "fp8" else {}
     for row in rows:
         print(line(row), flush=True)
     return rows
@@ -241,7 +249,8 @@ def line(row: dict) -> str:
         good += f" {row['diff']:.1e}"
     result = f"{name} {good} {row.get('us', float('nan')):7.2f} us"
     result += f" {row['ratio']:.3f} x FP8" if "ratio" in row else ""
-    return result + (f" with queries {row['total']:.2f} us" if row.get("total") else "")
+    result += f" with queries {row['total']:.2f} us" if row.get("total") else ""
+    return result + (xla.text(row["us"], row) if "us" in row else "")
 
 
 def main() -> None:
@@ -253,6 +262,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="compare schedules and check ragged requests")
     parser.add_argument("--triton", action="store_true", help="time the kernel for all cards, too")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of every schedule")
+    parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     options = parser.parse_args()
     start = time.perf_counter()
     timed = [problem for problem in TIMED if options.only in problem.name]
@@ -290,7 +300,7 @@ def main() -> None:
                 [future.cancel() for _, _, future in futures]
                 continue
             try:
-                result["timed"] += time_problem(problem, futures, options.rounds)
+                result["timed"] += time_problem(problem, futures, options.rounds, options.xla)
             except Exception as error:
                 print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             if options.json:

@@ -1,8 +1,9 @@
-"""Check and time the paged logits kernel: ``python -m benchmarks.kernel_check [--sweep] [--json FILE]``.
+"""Check and time the paged logits kernel: ``python -m benchmarks.kernel_check [--sweep] [--xla] [--json FILE]``.
 
 Without ``--sweep`` the library's own schedule is timed for every problem, with it several are compared. Every schedule is
 compared with the float32 reference, then all schedules of a problem are timed in one profile. Programs are compiled in
-threads while others are timed; the work plan is computed beforehand, as it is once per step in use.
+threads while others are timed; the work plan is computed beforehand, as it is once per step in use. Rates are shown as
+shares of the copy rate measured at the start of the run. With ``--xla`` the reference is timed on every problem as well.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import xla
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
-from benchmarks.timing import kernel_times
+from benchmarks.timing import copy_rate, kernel_times
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Config
@@ -136,8 +138,10 @@ def time_problem(
     built: list[Future],
     peer: dict[str, float],
     rounds: int,
+    ceiling: float,
+    with_xla: bool,
 ) -> list[dict]:
-    """Check and time the schedules of one problem."""
+    """Check and time the schedules of one problem; ``ceiling`` is the copy rate in TB/s."""
     if isinstance(problem, ContextProblem):
         (*arrays, limits), tables = context_inputs(problem)
         facts = (jnp.zeros_like(limits), limits)
@@ -170,8 +174,13 @@ def time_problem(
         row["kernel"] = statistics.median(times)
         row["tb_s"] = problem.bytes / row["kernel"] / 1e6
         row["tflop_s"] = problem.flops / row["kernel"] / 1e6
+        row["share_of_copy"] = row["tb_s"] / ceiling
         if "kernel" in peer:
             row["ratio"] = row["kernel"] / peer["kernel"]
+    if with_xla:
+        found = xla.time_scores(problem, "fp8", arrays, tables)
+        for row in rows:
+            row |= found
     for row in rows:
         print(line(row), flush=True)
     return rows
@@ -196,8 +205,12 @@ def line(row: dict) -> str:
     good = (
         "ok " if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['diff']:.1e} {row['misplaced']}"
     )
-    result = f"{name} {good} {row['kernel']:7.2f} us {row['tb_s']:5.2f} TB/s {row['tflop_s']:5.0f} TF/s"
-    return result + (f" {row['ratio']:.3f} x DeepGEMM" if "ratio" in row else "")
+    result = (
+        f"{name} {good} {row['kernel']:7.2f} us {row['tb_s']:5.2f} TB/s {row['share_of_copy']:4.0%} of copy"
+    )
+    result += f" {row['tflop_s']:5.0f} TF/s"
+    result += f" {row['ratio']:.3f} x DeepGEMM" if "ratio" in row else ""
+    return result + xla.text(row["kernel"], row)
 
 
 def main() -> None:
@@ -209,6 +222,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only problems whose name contains this")
     parser.add_argument("--sweep", action="store_true", help="compare schedules and check ragged requests")
     parser.add_argument("--rounds", type=int, default=24, help="timed calls of every schedule")
+    parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     options = parser.parse_args()
     start = time.perf_counter()
     timed = [(p, c if options.sweep else [default_for(p)]) for p, c in SWEEP if options.only in p.name]
@@ -219,10 +233,14 @@ def main() -> None:
     )
     for name, times in peers.items():
         print(f"DeepGEMM {name:18} " + " ".join(f"{k} {v:.2f} us" for k, v in times.items()), flush=True)
+    if jax.default_backend() != "gpu":
+        raise SystemExit("kernel_check times kernels: it needs a CUDA GPU")
+    ceiling = copy_rate()  # before anything compiles: the threads would take part of the time
+    print(f"copy rate {ceiling:.2f} TB/s", flush=True)
     result: dict = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "peer": peers}
-    result |= {"checks": [], "timed": []}
+    result |= {"copy_rate": ceiling, "checks": [], "timed": []}
     with ThreadPoolExecutor(12) as pool:
-        checks = [(p, pool.submit(build, p, None)) for p in CHECKED if options.sweep]
+        checks = [(p, pool.submit(build, p, None)) for p in CHECKED if options.sweep and not options.only]
         built = [[pool.submit(build, p, c) for c in configs] for p, configs in timed]
         for problem, future in checks:
             try:
@@ -237,7 +255,9 @@ def main() -> None:
                 [future.cancel() for future in futures]
                 continue
             peer = peers.get(problem.name, {})
-            result["timed"] += time_problem(problem, configs, futures, peer, options.rounds)
+            result["timed"] += time_problem(
+                problem, configs, futures, peer, options.rounds, ceiling, options.xla
+            )
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1))
             print(f"{time.perf_counter() - start:.0f} s", flush=True)

@@ -1,7 +1,8 @@
-"""Checks and times top-k, append and gather kernels on a GPU: `python -m benchmarks.topk_append_check [--json FILE]`.
+"""Checks and times top-k, append, gather on a GPU: `python -m benchmarks.topk_append_check [--xla] [--json FILE]`.
 
 Every top-k variant is compared with the XLA reference on random rows, ragged limits and ties before it is timed. Times are
-the profiler's device times of one call, summed over its launches, on inputs that rotate through more than the L2 cache.
+the profiler's device times of one call, summed over its launches, on inputs that rotate through more than the L2 cache. With
+`--xla` the reference is timed on the same inputs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import xla
 from benchmarks.timing import copy_rate, device_times
 from dsa_jax import quant
 from dsa_jax.pallas import append_triton, gather_triton, topk_mosaic, topk_triton
+from dsa_jax.xla import append_index_k, append_latent, gather_index_k
 from dsa_jax.xla.topk import topk_indices
 
 K = 2048
@@ -132,22 +135,33 @@ def run_topk(
     compiled: dict[tuple[str, str], Future],
     late: Callable[[], bool],
     every: bool,
+    with_xla: bool,
 ) -> None:
+    references: dict[str, Row] = {}
     for (shape, name), future in compiled.items():
         if not late():
             rows, columns, length, target, _ = TOPK[shape]
             row = guarded(measure_topk, future, rows, columns, length, every)
+            if with_xla and shape not in references:
+                given = topk_inputs("normal", rows, columns, length)
+                references[shape] = xla.timed(f"topk {shape}", lambda x, n: topk_indices(x, n, K), given)
+            row |= references.get(shape, {})
             report({"op": "topk", "shape": shape, "variant": name, "target": target} | row)
+
+
+def topk_inputs(kind: str, rows: int, columns: int, length: int | None) -> list[tuple]:
+    """Scores and limits for several calls, more than the L2 cache holds."""
+    limits = jnp.full((rows,), length or columns, jnp.int32)
+    sets = int(np.clip(200e6 // (rows * columns * 4) + 1, 2, 12))
+    return [(scores(kind, rows, columns, seed), limits) for seed in range(sets)]
 
 
 def measure_topk(future: Future, rows: int, columns: int, length: int | None, every: bool) -> Row:
     call = future.result()
     row: Row = {"check": check_topk(call, rows, columns, length)}
-    limits = jnp.full((rows,), length or columns, jnp.int32)
-    sets = int(np.clip(200e6 // (rows * columns * 4) + 1, 2, 12))
     for kind in ("normal", *(("zeros", "coarse", "heavy") if every else ())):
-        times = device_times(call, [(scores(kind, rows, columns, seed), limits) for seed in range(sets)])
-        total = times.get("total", times["queued"])
+        times = device_times(call, topk_inputs(kind, rows, columns, length))
+        total = xla.total(times)
         if kind == "normal":
             row |= {"us": total, "queued": times["queued"], "kernels": kernels_of(times)}
         else:
@@ -170,16 +184,16 @@ def guarded(measure: Callable[..., Row], *args) -> Row:
 LAYERS, PAGE_SIZE, SLOTS = 16, 64, 640
 
 
-def run_append(report: Callable[[Row], None], only: str, late: Callable[[], bool]) -> None:
+def run_append(report: Callable[[Row], None], only: str, late: Callable[[], bool], with_xla: bool) -> None:
     for tokens, target in ((64, 4), (8192, 8)):
         for name in ("index", "latent", "both"):
             if only in f"append {name}" and not late():
-                row = guarded(measure_append, name, tokens)
+                row = guarded(measure_append, name, tokens, with_xla)
                 goal = target if name == "index" else None
                 report({"op": "append", "shape": f"n={tokens}", "variant": name, "target": goal} | row)
 
 
-def measure_append(name: str, tokens: int) -> Row:
+def measure_append(name: str, tokens: int, with_xla: bool) -> Row:
     """All layers of a donated pool, unrolled; times are those of one layer."""
     rng = np.random.default_rng(0)
     k = jnp.asarray(rng.normal(size=(tokens, 128)) * np.exp(rng.normal(size=(tokens, 1)) * 3), jnp.bfloat16)
@@ -198,27 +212,63 @@ def measure_append(name: str, tokens: int) -> Row:
         places = dict(index_scale=LAYERS, index_offset=layer, key_scale=LAYERS, key_offset=layer)
         return append_triton.append_both(k, latent, k_rope, where, *state, **places)
 
-    def all_layers(state):
+    def reference(state, layer):
+        names = {"index": ("index_key", "index_scale"), "latent": ("key",)}
+        names = names.get(name, names["index"] + names["latent"])
+        cache = xla.cache_of(layout, **dict(zip(names, state, strict=True)))
+        if name != "latent":
+            cache = append_index_k(cache, layer, k, where)
+        if name != "index":
+            cache = append_latent(cache, layer, latent, k_rope, where)
+        return tuple(cache.pages(name) for name in names)
+
+    def all_layers(one, state):
         for layer in range(LAYERS):
-            state = append(state, layer)
+            state = one(state, layer)
         return state
 
-    pages, state = SLOTS * LAYERS, ()
-    if name != "latent":
-        state = (jnp.full((pages, PAGE_SIZE, 128), 0x55, jnp.uint8), jnp.full((pages, PAGE_SIZE), -1.0))
-    if name != "index":
-        state += (jnp.full((pages, PAGE_SIZE, 576), 3, jnp.bfloat16),)
-    step = jax.jit(all_layers, donate_argnums=0)
-    held = [step(state)]
-    row: Row = {"check": check_append(name, held[0], k, latent, k_rope, rows)}
+    def empty():
+        pages, state = SLOTS * LAYERS, ()
+        if name != "latent":
+            state = (jnp.full((pages, PAGE_SIZE, 128), 0x55, jnp.uint8), jnp.full((pages, PAGE_SIZE), -1.0))
+        if name != "index":
+            state += (jnp.full((pages, PAGE_SIZE, 576), 3, jnp.bfloat16),)
+        return state
+
+    layout = xla.layout_of(LAYERS, PAGE_SIZE)
+    state = empty()
+    step = jax.jit(functools.partial(all_layers, append), donate_argnums=0).lower(state).compile()
+    state = step(state)
+    row: Row = {"check": check_append(name, state, k, latent, k_rope, rows)}
+    times = times_in_place(step, state)
+    del state  # donated
+    row |= {"us": xla.total(times) / LAYERS, "queued": times["queued"] / LAYERS, "kernels": kernels_of(times)}
+    if with_xla:
+        whole = functools.partial(all_layers, reference)
+        row |= reference_in_place(f"append {name} n={tokens}", whole, empty())
+    return row
+
+
+def reference_in_place(title: str, all_layers: Callable, state: tuple[jax.Array, ...]) -> Row:
+    """As `xla.timed` for one layer of a program that is donated its state."""
+    try:
+        step = jax.jit(all_layers, donate_argnums=0).lower(state).compile()
+        if reason := xla.too_large(step, 1):
+            return xla.left_out(title, reason)
+        return {"xla": xla.total(times_in_place(step, state)) / LAYERS}
+    except Exception as error:
+        return xla.left_out(title, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def times_in_place(step: Callable, state: Any) -> dict[str, float]:
+    """Device times of a program that gets a donated state and returns it."""
+    held = [state]
 
     def call():
         held[0] = step(held[0])
         return held[0]
 
-    times = device_times(call, [()] * 4)
-    row |= {"us": times.get("total", times["queued"]) / LAYERS, "queued": times["queued"] / LAYERS}
-    return row | {"kernels": kernels_of(times)}
+    return device_times(call, [()] * 4)
 
 
 def check_append(name: str, state, k, latent, k_rope, rows: np.ndarray) -> str:
@@ -239,7 +289,7 @@ def check_append(name: str, state, k, latent, k_rope, rows: np.ndarray) -> str:
     return "; ".join(problems) or "ok"
 
 
-def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool]) -> None:
+def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool], with_xla: bool) -> None:
     tokens, slots = 131072, 4096
     rate = copy_rate()
     print(f"copy rate {rate:.2f} TB/s", flush=True)
@@ -255,7 +305,15 @@ def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool
         name = f"block {block}, {warps} warps"
         if only in f"gather {name}" and not late():
             row = guarded(measure_gather, block, warps, sets, keys, scales, rate)
+            if with_xla:
+                row |= xla.timed("gather", gather_reference, [(rows, keys, scales) for rows in sets])
             report({"op": "gather", "shape": f"{tokens}", "variant": name} | row)
+
+
+def gather_reference(rows: jax.Array, keys: jax.Array, scales: jax.Array):
+    """Layer 3 of 8, as `measure_gather` reads it."""
+    cache = xla.cache_of(xla.layout_of(8, PAGE_SIZE), index_key=keys, index_scale=scales)
+    return gather_index_k(cache, 3, rows)
 
 
 def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, rate: float) -> Row:
@@ -269,7 +327,7 @@ def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, 
         right and (scale[:-5] == np.asarray(scales)[page, rows % PAGE_SIZE]).all() and not scale[-5:].any()
     )
     times = device_times(call, [(rows, keys, scales) for rows in sets])
-    us = times.get("total", times["queued"])
+    us = xla.total(times)
     share = sets[0].shape[0] * 132 * 2 / us / 1e6 / rate
     return {"check": "ok" if right else "WRONG", "us": us, "queued": times["queued"], "share_of_copy": share}
 
@@ -282,6 +340,7 @@ def main() -> None:
         "--only", default="", help="run only what contains this, such as 'topk 4 x' or 'append'"
     )
     parser.add_argument("--every", action="store_true", help="also time other distributions of scores")
+    parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     options = parser.parse_args()
     begin, results = time.perf_counter(), []
     late = lambda: time.perf_counter() - begin > options.seconds
@@ -295,14 +354,17 @@ def main() -> None:
         others = "".join(f" {kind} {row[kind]:.1f}" for kind in ("zeros", "coarse", "heavy") if kind in row)
         parts = " ".join(f"{n[:14]}={v:.2f}" for n, v in row.get("kernels", {}).items())
         name = f"{row['op']:6} {row['shape']:20} {row['variant']:30}"
-        print(f"{name} {time_text}{target}{share}{others} {row['check']} [{parts}]", flush=True)
+        reference_text = xla.text(row["us"], row) if "us" in row else ""
+        print(
+            f"{name} {time_text}{target}{share}{reference_text}{others} {row['check']} [{parts}]", flush=True
+        )
 
     with ThreadPoolExecutor(8) as pool:
         compiled = compile_topk(pool, options.only)
-        run_append(report, options.only, late)
+        run_append(report, options.only, late, options.xla)
         if options.only in "gather" or options.only.startswith("gather"):
-            run_gather(report, options.only, late)
-        run_topk(report, compiled, late, options.every)
+            run_gather(report, options.only, late, options.xla)
+        run_topk(report, compiled, late, options.every, options.xla)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{time.perf_counter() - begin:.0f} s")

@@ -99,6 +99,8 @@ def paged_logits_decode(
     """
     requests, n, heads, _ = q.shape
     page_size = keys.shape[1]
+    if not requests:
+        return jnp.zeros((0, page_table.shape[1] * page_size), dtype)
     config = config or _default(page_table, n, heads=heads, page_size=page_size)
     if plan is None:
         plan = decode_plan(page_table, limits, heads=heads, page_size=page_size, config=config, blocks=blocks)
@@ -153,6 +155,8 @@ def paged_logits_prefill(
     """
     tokens, heads, _ = q.shape
     page_size = keys.shape[1]
+    if not tokens:  # no group to plan
+        return jnp.zeros((0, page_table.shape[1] * page_size), dtype)
     config = config or prefill_config(heads=heads)
     if plan is None:
         plan = prefill_plan(

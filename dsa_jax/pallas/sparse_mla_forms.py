@@ -6,6 +6,9 @@ be changed in registers: the two nibbles of NVFP4 give the even and the odd colu
 for tile scales of the 656-byte token that are no powers of two: those products are rounded once.
 
 Ampere has no conversion from e4m3, and a float8 conversion could be cancelled by the compiler; bits cannot.
+
+Pools of bytes are viewed as 16-bit words (`viewed`) and taken apart in registers: Triton counts elements in 32 bits up to
+4 GiB, where a pool has more bytes than that.
 """
 
 from __future__ import annotations
@@ -110,6 +113,27 @@ def _nibbles(part: Part) -> Block:
     return Block(halves, partial(_read_e2m1, part))
 
 
+def viewed(pool: Array) -> Array:
+    """A pool as the kernel reads it: uint8``[P, T, D]`` as uint16``[P, T, D / 2]``, which costs nothing, others as they are.
+
+    The widths that `blocks` takes are even.
+    """
+    if pool.dtype != jnp.uint8:
+        return pool
+    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], pool.shape[-1] // 2, 2), jnp.uint16)
+
+
+def _load_words(ref, page: Array, offset: Array, first: int, width: int, valid: Array) -> Array:
+    """The words of ``width`` bytes of a viewed pool from byte ``first`` on, ``int32[keys, width / 2]``."""
+    column = first // 2 + jnp.arange(width // 2, dtype=jnp.int32)[None, :]
+    return _load(ref, page, offset, column, valid).astype(jnp.int32)
+
+
+def _side_by_side(left: Array, right: Array) -> Array:
+    """Columns of two matrices in turn, which Triton does within a thread's registers."""
+    return jnp.stack([left, right], axis=-1).reshape(left.shape[0], 2 * left.shape[1])
+
+
 def _load(ref, page: Array, offset: Array, column: Array, valid: Array) -> Array:
     mask = jnp.broadcast_to(valid[:, None], (valid.shape[0], column.shape[1]))
     zero = jnp.zeros((), ref.dtype)
@@ -121,35 +145,39 @@ def _read_floats(part: Part, array: int, refs, page, offset, valid) -> tuple[Arr
 
 
 def _read_e4m3(part: Part, refs, page, offset, valid) -> tuple[Array, ...]:
-    codes = _load(refs[0], page, offset, part.columns(), valid)
-    return (_e4m3(codes).astype(jnp.bfloat16),)
+    word = _load_words(refs[0], page, offset, part.first, part.width, valid)
+    left, right = (_e4m3(code).astype(jnp.bfloat16) for code in (word & 0xFF, word >> 8))
+    return (_side_by_side(left, right),)
 
 
 def _read_tile(part: Part, refs, page, offset, valid) -> tuple[Array, ...]:
     """A tile of the 656-byte token under its float32 scale."""
-    codes = _load(refs[0], page, offset, part.columns(), valid)
+    word = _load_words(refs[0], page, offset, part.first, part.width, valid)
     tile = jnp.full((1, 1), part.first // FP8_TILE, jnp.int32)
     scale = _load(refs[1], page, offset, tile, valid)
-    return ((_e4m3(codes) * scale).astype(jnp.bfloat16),)
+    left, right = ((_e4m3(code) * scale).astype(jnp.bfloat16) for code in (word & 0xFF, word >> 8))
+    return (_side_by_side(left, right),)
 
 
 def _read_e2m1(part: Part, refs, page, offset, valid) -> tuple[Array, ...]:
     """Even and odd columns of NVFP4. Code times scale has at most six significant bits, so bfloat16 holds it."""
-    byte = part.first // 2 + jnp.arange(part.width // 2, dtype=jnp.int32)[None, :]
-    codes = _load(refs[0], page, offset, byte, valid).astype(jnp.int32)
-    scale = _e4m3(_load(refs[1], page, offset, byte // (FP4_GROUP // 2), valid)) * _E2M1
+    word = _load_words(refs[0], page, offset, part.first // 2, part.width // 2, valid)
+    # Four codes of a word share a scale, and so do the words of a group.
+    group = (part.first + 4 * jnp.arange(part.width // 4, dtype=jnp.int32)[None, :]) // FP4_GROUP
+    scales = _load(refs[1], page, offset, group // 2, valid).astype(jnp.int32)
+    scale = _e4m3((scales >> (group % 2 * 8)) & 0xFF) * _E2M1
 
     def values(nibble: Array) -> Array:
         bits = ((nibble & 8) << 12) | ((nibble & 7) << 9)
         small = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
         return (small.astype(jnp.float32) * scale).astype(jnp.bfloat16)
 
-    return values(codes), values(codes >> 4)
+    first, second, third, fourth = (values(word >> shift) for shift in (0, 4, 8, 12))
+    return _side_by_side(first, third), _side_by_side(second, fourth)
 
 
-def _e4m3(codes: Array) -> Array:
-    """``float32`` values of e4m3 codes (uint8), NaN codes as NaN; float16 keeps their subnormals on every device."""
-    code = codes.astype(jnp.int32)
+def _e4m3(code: Array) -> Array:
+    """``float32`` values of e4m3 codes (int32), NaN codes as NaN; float16 keeps their subnormals on every device."""
     size = code & 0x7F
     bits = ((code & 0x80) << 8) | jnp.where(size == 0x7F, 0x7FFF, size << 7)
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32) * _E4M3

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import tuning
 from dsa_jax.pallas.config_checks import check_fields, multiple_of, power_of_two
-from dsa_jax.pallas.sparse_mla_forms import blocks
+from dsa_jax.pallas.sparse_mla_forms import blocks, viewed
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
 
 _LOG2_E = math.log2(math.e)
@@ -127,8 +127,9 @@ def sparse_mla(
     wanted = query_dtype(form)
     if q.dtype != wanted:
         raise NotImplementedError(f"reads {wanted.__name__} queries with {form} keys, not {q.dtype.name}")
-    if tokens == 0:
-        return jnp.zeros((0, heads, latent_dim), q.dtype), jnp.zeros((0, heads), jnp.float32)
+    if tokens == 0 or rows.shape[1] == 0:  # nothing to write, or nothing to read
+        empty = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
+        return jnp.zeros((tokens, heads, latent_dim), q.dtype), empty
     device, page_size = target_device(), keys[0].shape[1]
     interpret = interpret_here() if interpret is None else interpret
     shape: dict = dict(tokens=tokens, heads=heads, keys=rows.shape[1])
@@ -156,7 +157,7 @@ def sparse_mla(
         interpret=interpret,
     )(
         q,
-        *keys,
+        *map(viewed, keys),
         rows,
         jnp.asarray(layer_offset, jnp.int32).reshape(1),
         jnp.asarray(1.0 if key_scale is None else key_scale, jnp.float32).reshape(1),

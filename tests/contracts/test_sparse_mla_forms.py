@@ -174,8 +174,9 @@ def decoded(form: str, keys: tuple[np.ndarray, ...], latent: int, rope: int, pie
 
     shapes = [jax.ShapeDtypeStruct((rows, part.width), jnp.bfloat16) for part in parts]
     call = triton_call(body, grid=1, out_shape=shapes, name="decode", interpret=True)
+    pools = [sparse_mla_forms.viewed(jnp.asarray(k)[None]) for k in keys]
     values = np.full((rows, latent + rope), np.nan)
-    for part, matrix in zip(parts, call(*(jnp.asarray(k)[None] for k in keys)), strict=True):
+    for part, matrix in zip(parts, call(*pools), strict=True):
         values[:, part.first : part.first + part.step * part.width : part.step] = np.asarray(
             matrix, np.float64
         )

@@ -63,18 +63,19 @@ SCENARIOS = [
 ELSEWHERE = {
     "B44": "test_draft.py::test_target_is_untouched_when_the_draft_raises",
     "B60": "test_selection.py::test_every_combination_is_taken_or_refused_for_a_listed_reason",
+    "B65": "contracts/test_layer_of_kernels.py::test_one_page",
 }
 """Scenarios whose test stands beside the module that it is about."""
 
 PENDING = {
     "B51": "one pool group only so far: every pool of the cache has the same slots",
     "B52": "context parallelism does not exist yet",
-    "B65": "compiled kernels: interpreter and card are compared by the kernels' own tests",
 }
 """Scenarios without a test of their own, and why."""
 
 PARTLY = {
-    "B01": "address arithmetic alone; reads and writes on both sides of 2 and 4 GiB need a card",
+    "B01": "address arithmetic alone; on both sides of 2 and 4 GiB, contracts/test_triton_offsets.py reads the traced "
+    "programs, and reads and writes need a card: test_forms_gpu.py and contracts/test_limits_on_the_card.py::test_b01_*",
     "B13": "one writer exists; byte-equal pages of several writers follow with the kernels",
     "B19": "rows alone and among others; merging column chunks and ranks follow with context parallelism",
     "B27": "translation of tables alone; there is no host tier yet",

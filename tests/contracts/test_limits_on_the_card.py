@@ -1,0 +1,399 @@
+"""Sizes at which 32 bits end, on a CUDA card, for every kernel by name: 65,536 rows (B03), arrays around 2 and 4 GiB (B01),
+rows of a million scores (B18), and the catalogue's rows 22, 23, 24 and 29 at their full size.
+
+``pytest -m gpu``. What the right answer is does not come from another kernel: values are planted, or come from NumPy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+from dsa_jax import ops, quant
+from dsa_jax.cache import Cache
+from dsa_jax.compat import describe
+from dsa_jax.layout import CacheLayout
+from dsa_jax.metadata import Bucket, StepMetadata
+from dsa_jax.pallas import paged_logits_triton, sparse_mla_triton
+
+pytestmark = pytest.mark.gpu
+KERNELS = ("mosaic", "triton")
+GIB, MANY = 1 << 30, 65_536
+
+
+def layout_of(page_size: int = 64, key: str = "bf16", index: str = "fp8") -> CacheLayout:
+    """One layer with the released widths."""
+    model = dataclasses.replace(cases.config((True,), 128), kv_lora_rank=512, qk_rope_head_dim=64)
+    return CacheLayout.create(model, key_form=key, index_form=index, page_size=page_size)
+
+
+def call(op, *arguments, **options):
+    """The op under jit; skipped where the kernel does not exist for this card or form."""
+    try:
+        return jax.jit(partial(op, **options))(*arguments)
+    except (NotImplementedError, ExceptionGroup) as reason:
+        pytest.skip(str(reason))
+
+
+# --- 65,535 and 65,536 rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [MANY - 1, MANY, MANY + 1])
+def test_b03_topk(rows, implementation):
+    """Row i has its two best at i mod 96 and the next."""
+    at, column = jnp.arange(rows)[:, None] % 96, jnp.arange(100)[None]
+    logits = jnp.where((column == at) | (column == at + 1), 1.0, 0.0).astype(jnp.float32)
+    got = call(ops.topk_indices, logits, jnp.full(rows, 100, jnp.int32), k=2, implementation=implementation)
+    want = np.arange(rows)[:, None] % 96 + np.arange(2)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("queries", [MANY - 1, MANY])
+@pytest.mark.parametrize("key", ["bf16", "fp8_ds_mla"])
+def test_b03_attention(queries, key, implementation):
+    """Query i attends one row, whose value says i mod 256 and i div 256."""
+    layout = layout_of(key=key)
+    cache, number = Cache.create(layout, MANY // 64), np.arange(MANY)
+    latent = jnp.zeros((MANY, 512), jnp.bfloat16)
+    latent = latent.at[:, 0].set(jnp.asarray(number % 256 / 256, jnp.bfloat16))
+    latent = latent.at[:, 128].set(jnp.asarray(number // 256 / 256, jnp.bfloat16))
+    bucket = Bucket(context_requests=1, context_tokens=MANY, table_width=MANY // 64)
+    step = StepMetadata.create(layout, bucket, [range(MANY // 64)], [MANY], [MANY]).derive()
+    cache = call(ops.append_latent, cache, 0, latent, jnp.zeros((MANY, 64), jnp.bfloat16), step)
+    rows = jnp.arange(queries, dtype=jnp.int32)[:, None]
+    attend = lambda q, c, r: ops.sparse_mla(q, c, 0, r, 0.1, implementation=implementation)
+    out, lse = call(attend, jnp.zeros((queries, 8, 576), jnp.bfloat16), cache, rows)
+    stored = ops.sparse_mla(jnp.zeros((queries, 1, 576)), cache, 0, rows, 0.1, implementation="xla")[0]
+    np.testing.assert_array_equal(np.asarray(out, np.float32)[:, 7], np.asarray(stored)[:, 0])
+    low, high = np.asarray(stored)[:, 0, 0] * 256, np.asarray(stored)[:, 0, 128] * 256
+    if key == "bf16":
+        np.testing.assert_array_equal(low + 256 * high, number[:queries])
+    assert (np.asarray(lse) == 0).all()
+
+
+def keys_that_count(count: int) -> tuple[jax.Array, jax.Array]:
+    """FP8 keys: key i is ones times i mod 16, its scale 1; so a query of one unit vector scores i mod 16."""
+    return jnp.tile(
+        quant.encode_e4m3(jnp.arange(count, dtype=jnp.float32) % 16)[:, None], (1, 128)
+    ), jnp.ones(count)
+
+
+def unit_queries(rows: int, heads: int = 32) -> tuple[jax.Array, jax.Array]:
+    """Every head the first unit vector; head 0 counts alone."""
+    q = jnp.zeros((rows, heads, 128), jnp.uint8).at[:, :, 0].set(0x38)
+    return q, jnp.zeros((rows, heads)).at[:, 0].set(1.0)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [MANY - 1, MANY])
+def test_b03_windows(rows, implementation):
+    """Row i sees key i mod 100 alone."""
+    starts = jnp.arange(rows, dtype=jnp.int32) % 100
+    q, weights = unit_queries(rows)
+    got = call(
+        ops.mqa_logits, q, keys_that_count(128), weights, starts, starts + 1, implementation=implementation
+    )
+    want = np.where(np.arange(128) == np.arange(rows)[:, None] % 100, np.arange(128) % 16, -np.inf)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("kind", ["decode", "context"])
+def test_b03_paged_scores(kind, implementation):
+    """65,536 requests of up to 64 tokens that share one page, and one context of as many new tokens."""
+    layout, codes, scale = layout_of(), *keys_that_count(64)
+    cache = Cache.create(layout, MANY // 64)
+    count = cache.pages("index_key").shape[0]
+    cache = cache.replace_pages(
+        index_key=jnp.tile(codes[None], (count, 1, 1)), index_scale=jnp.tile(scale[None], (count, 1))
+    )
+    q, weights = unit_queries(MANY)
+    if kind == "decode":
+        lens = np.arange(MANY, dtype=np.int32) % 65
+        bucket = Bucket(decode_requests=MANY, table_width=1)
+        meta = StepMetadata.create(layout, bucket, [], [], [])
+        meta = dataclasses.replace(
+            meta,
+            page_table=jnp.zeros((MANY, 1), jnp.int32),
+            kv_lens=jnp.asarray(lens),
+            new_lens=jnp.asarray(np.minimum(lens, 1)),
+        )
+        step, limits, width = meta.derive(), lens, 64
+    else:
+        bucket = Bucket(context_requests=1, context_tokens=MANY, table_width=MANY // 64)
+        step = StepMetadata.create(layout, bucket, [range(MANY // 64)], [MANY], [MANY]).derive()
+        # Few keys a row, or the scores alone had 16 GiB.
+        limits = np.arange(MANY, dtype=np.int32) % 65
+        step = dataclasses.replace(
+            step, limits=jnp.asarray(limits), page_table=step.page_table[:, :1],
+            bucket=dataclasses.replace(bucket, table_width=1),
+        )  # fmt: skip
+        width = 64
+    score = lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s, implementation=implementation)
+    got = call(score, q, weights, cache, step)
+    want = np.where(np.arange(width) < limits[:, None], np.arange(width) % 16, -np.inf)
+    np.testing.assert_array_equal(got, want)
+
+
+# --- arrays around 2 and 4 GiB -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("gibibytes", [2, 4])
+@pytest.mark.parametrize(("index", "page_bytes"), [("fp8", 8_192), ("fp4", 4_096)])
+def test_b01_scores_of_far_pages(gibibytes, index, page_bytes, implementation):
+    """Pages before, at and past the limit hold keys of their own; one request reads them all, another none."""
+    layout, at = layout_of(index=index), (gibibytes << 30) // page_bytes
+    table = [1, at - 1, at, at + 1, at + 77]
+    tokens = 64 * len(table) - 5
+    keys = np.random.default_rng(0).integers(-1, 2, (tokens, 128)).astype(np.float32)
+    bucket = Bucket(context_requests=1, context_tokens=tokens, table_width=len(table))
+    fill = StepMetadata.create(layout, bucket, [table], [tokens], [tokens]).derive()
+    cache = Cache.create(layout, at + 78)
+    append = jax.jit(partial(ops.append_index_k, implementation="xla"), donate_argnums=0, static_argnums=1)
+    cache = append(cache, 0, jnp.asarray(keys), fill)
+    bucket = Bucket(decode_requests=2, table_width=len(table))
+    step = StepMetadata.create(layout, bucket, [table, []], [tokens, 0], [1, 0]).derive()
+    values = np.random.default_rng(1).integers(-1, 2, (2, 64, 128)).astype(np.float32)
+    weights = np.random.default_rng(2).integers(-2, 3, (2, 64)).astype(np.float32)
+    codes, scale = ops.quantize_index_k(jnp.asarray(values.reshape(-1, 128)), index)
+    assert scale is not None
+    codes, scale = codes.reshape(2, 64, -1), scale.reshape(2, 64)
+    q = (codes, scale) if index == "fp4" else codes
+    folded = jnp.asarray(weights) * (scale if index == "fp8" else 1)
+    score = lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s, implementation=implementation)
+    got = np.asarray(call(score, q, folded, cache, step))
+    want = np.maximum(values[0] @ keys.T, 0).T @ weights[0]
+    np.testing.assert_allclose(got[0, :tokens], want, rtol=1e-4, atol=1e-2)
+    assert np.isneginf(got[0, tokens:]).all() and np.isneginf(got[1]).all()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("gibibytes", [2, 4])
+@pytest.mark.parametrize(
+    ("key", "page_bytes"),
+    [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768), ("f32", 147_456)],
+)
+def test_b01_attention_to_far_pages(gibibytes, key, page_bytes, implementation):
+    """One row each, before, at and past the limit: the value that was written there."""
+    layout, at = layout_of(key=key), (gibibytes << 30) // page_bytes
+    pages = np.array([0, at - 1, at, at + 1, at + 40])
+    rows = jnp.asarray(pages * 64 + [0, 63, 1, 0, 63], jnp.int32)
+    bucket = Bucket(context_requests=1, context_tokens=5, table_width=1)
+    step = StepMetadata.create(layout, bucket, [[0]], [5], [5]).derive()
+    step = dataclasses.replace(step, rows=rows)
+    latent = jnp.arange(1, 6, dtype=jnp.float32)[:, None] * jnp.ones((1, 512))
+    append = jax.jit(partial(ops.append_latent, implementation="xla"), donate_argnums=0, static_argnums=1)
+    cache = append(Cache.create(layout, int(at) + 41), 0, latent, jnp.ones((5, 64)), step)
+    q = jnp.zeros((5, 16, 576), jnp.float32 if key == "f32" else jnp.bfloat16)
+    attend = lambda q, c, r: ops.sparse_mla(q, c, 0, r, 0.1, implementation=implementation)
+    out, _ = call(attend, q, cache, rows[:, None])
+    np.testing.assert_allclose(np.asarray(out, np.float32)[:, 3, 7], np.arange(1, 6), rtol=0.1)
+    np.testing.assert_allclose(np.asarray(out, np.float32)[:, 3, 500], np.arange(1, 6), rtol=0.1)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("rows", [4_200, 8_300])
+def test_b01_top_k_of_many_scores(rows, implementation):
+    """2.2 and 4.4 GB of scores: the best of a row lie where its number says, and everything else is a tie."""
+    columns, k = 131_072, 5
+    at = (jnp.arange(rows) * 37 % (columns - 1_000))[:, None]
+    column = jnp.arange(columns)[None]
+    make = jax.jit(lambda: jnp.where((column >= at + 7) & (column < at + 11), 2.0, 1.0).astype(jnp.float32))
+    got = call(
+        ops.topk_indices, make(), jnp.full(rows, columns, jnp.int32), k=k, implementation=implementation
+    )
+    wanted = np.concatenate([np.zeros((rows, 1), int), np.asarray(at) + np.arange(7, 11)], axis=1)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("requests", [72, 144])
+def test_b01_many_scores_are_written(requests, implementation):
+    """2.4 and 4.8 GB of decode scores: nothing but -inf beyond short lengths, in the last row as in the first."""
+    layout, codes, scale = layout_of(), *keys_that_count(64)
+    width = (1 << 20) // 64
+    cache = Cache.create(layout, 2)
+    cache = cache.replace_pages(
+        index_key=jnp.tile(codes[None], (2, 1, 1)), index_scale=jnp.tile(scale[None], (2, 1))
+    )
+    bucket = Bucket(decode_requests=requests, next_n=8, table_width=width)
+    meta = StepMetadata.create(layout, bucket, [], [], [])
+    lens = 8 + np.arange(requests, dtype=np.int32) % 90
+    table = jnp.full((requests, width), -1, jnp.int32).at[:, :2].set(jnp.array([1, 0], jnp.int32))
+    meta = dataclasses.replace(
+        meta, page_table=table, kv_lens=jnp.asarray(lens), new_lens=jnp.full(requests, 8, jnp.int32)
+    )
+    q, weights = unit_queries(8 * requests)
+    score = lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s, implementation=implementation)
+    got = call(score, q, weights, cache, meta.derive())
+    limits = (lens[:, None] - 7 + np.arange(8)).reshape(-1)
+    want = np.where(np.arange(128) < limits[:, None], np.arange(128) % 64 % 16, -np.inf)
+    np.testing.assert_array_equal(got[:, :128], want)
+    assert bool(jax.jit(lambda x: jnp.isneginf(x[:, 128:]).all())(got))
+
+
+# --- long rows, and the catalogue at its full size -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("k", [8, 2_048])
+def test_b18_a_million_columns(k, implementation):
+    """Few distinct scores, so that the tied group at the threshold has hundreds of thousands of members; 20 equal runs."""
+    rng = np.random.default_rng(0)
+    scores = np.round(rng.standard_normal((3, 1 << 20)), 1).astype(np.float32)
+    scores[1], scores[2, :5] = 0, [np.nan, np.inf, -np.inf, -0.0, 9]
+    limits = np.array([1 << 20, 1 << 20, (1 << 20) - 77], np.int32)
+    order = [
+        np.argsort(-np.where(np.isnan(r[:n]), -np.inf, r[:n]), kind="stable") for r, n in zip(scores, limits)
+    ]
+    want = np.stack([np.sort(o[:k]) for o in order])
+    run = jax.jit(partial(ops.topk_indices, k=k, implementation=implementation))
+    arguments = jnp.asarray(scores), jnp.asarray(limits)
+    np.testing.assert_array_equal(
+        call(ops.topk_indices, *arguments, k=k, implementation=implementation), want
+    )
+    for _ in range(20):
+        np.testing.assert_array_equal(run(*arguments), want)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("lengths", [(2_048, 8_192), (512, 1_024)])
+@pytest.mark.parametrize(("requests", "next_n"), [(1, 1), (16, 2), (64, 4)])
+def test_row_29_top_2048(requests, next_n, lengths, implementation):
+    """Exactly the set of a stable sort; short rows are dense. The same 20 times."""
+    rng = np.random.default_rng(requests)
+    rows = requests * next_n
+    logits = rng.normal(size=(rows, lengths[1])).astype(np.float32)
+    ends = np.repeat(rng.integers(lengths[0], lengths[1], requests), next_n)
+    limits = (ends - next_n + np.tile(np.arange(next_n), requests) + 1).astype(np.int32)
+    want = np.full((rows, 2_048), -1)
+    for row, limit, line in zip(logits, limits.tolist(), want, strict=True):
+        chosen = np.sort(np.argsort(-row[:limit], kind="stable")[:2_048])
+        line[: len(chosen)] = chosen
+    arguments = jnp.asarray(logits), jnp.asarray(limits)
+    for _ in range(20):
+        got = call(ops.topk_indices, *arguments, k=2_048, implementation=implementation)
+        np.testing.assert_array_equal(got, want)
+
+
+def calc_diff(a, b) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return 1 - 2 * (a * b).sum() / ((a * a).sum() + (b * b).sum())
+
+
+def exact(q, weights, keys) -> np.ndarray:
+    """Unquantised scores of ``[M, H, D]`` against ``[S, D]``."""
+    return np.stack([w @ np.maximum(x @ keys.T, 0) for x, w in zip(q, weights, strict=True)])
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(("index", "heads", "bound"), [("fp8", 32, 1e-3), ("fp4", 64, 0.02)])
+@pytest.mark.parametrize(("requests", "next_n"), [(4, 1), (2, 2), (4, 3), (4, 4)])
+def test_rows_22_and_23_decode_scores(index, heads, bound, requests, next_n, implementation):
+    """Contexts of 0.7 to 1.4 times 2,048, against the unquantised product."""
+    rng, layout, width = np.random.default_rng(next_n), layout_of(index=index), 64
+    lens = rng.integers(1_434, 2_868, requests).tolist()
+    tables = rng.permutation(requests * width).reshape(requests, width).tolist()
+    keys = [rng.normal(size=(n, 128)).astype(np.float32) for n in lens]
+    bucket = Bucket(context_requests=requests, context_tokens=sum(lens), table_width=width)
+    fill = StepMetadata.create(layout, bucket, tables, lens, lens).derive()
+    append = jax.jit(partial(ops.append_index_k, implementation="xla"), static_argnums=1)
+    cache = append(cases.poisoned(layout, requests * width), 0, jnp.asarray(np.concatenate(keys)), fill)
+    tokens = requests * next_n
+    values = rng.normal(size=(tokens, heads, 128)).astype(np.float32)
+    weights = rng.normal(size=(tokens, heads)).astype(np.float32)
+    codes, scale = ops.quantize_index_k(jnp.asarray(values.reshape(-1, 128)), index)
+    assert scale is not None
+    codes, scale = codes.reshape(tokens, heads, -1), scale.reshape(tokens, heads)
+    q: Any = (codes, scale) if index == "fp4" else codes
+    folded = jnp.asarray(weights) * (scale if index == "fp8" else 1)
+    bucket = Bucket(decode_requests=requests, next_n=next_n, table_width=width)
+    step = StepMetadata.create(layout, bucket, tables, lens, [next_n] * requests).derive()
+    score = lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s, implementation=implementation)
+    got, seen, wanted = np.asarray(call(score, q, folded, cache, step)), [], []
+    for t in range(tokens):
+        r, limit = t // next_n, lens[t // next_n] - next_n + t % next_n + 1
+        assert np.isneginf(got[t, limit:]).all()
+        seen.append(got[t, :limit])
+        wanted.append(exact(values[t : t + 1], weights[t : t + 1], keys[r][:limit])[0])
+    assert calc_diff(np.concatenate(seen), np.concatenate(wanted)) < bound
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_row_24_contiguous_scores(implementation):
+    """64 heads, 2,048 queries after 512 cached keys of 4,096: the mask exactly, the scores to 1e-3."""
+    rng = np.random.default_rng(0)
+    values, weights = rng.normal(size=(2_048, 64, 128)).astype(np.float32), rng.normal(size=(2_048, 64))
+    keys = rng.normal(size=(4_096, 128)).astype(np.float32)
+    codes, scale = quant.quantize_fp8(jnp.asarray(values))
+    ends = 513 + np.arange(2_048, dtype=np.int32)
+    arguments = codes, quant.quantize_fp8(jnp.asarray(keys)), jnp.asarray(weights, jnp.float32) * scale
+    windows = jnp.zeros(2_048, jnp.int32), jnp.asarray(ends)
+    got = np.asarray(call(ops.mqa_logits, *arguments, *windows, implementation=implementation))
+    inside = np.arange(4_096) < ends[:, None]
+    np.testing.assert_array_equal(np.isneginf(got), ~inside)
+    want = exact(values, weights, keys)
+    assert 1e-6 < calc_diff(got[inside], want[inside]) < 1e-3
+
+
+# --- Ampere's schedules --------------------------------------------------------------------------------------------
+
+A100 = describe("gpu", "NVIDIA A100-SXM4-80GB")
+
+
+@pytest.mark.parametrize("key", ["bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_attention_as_an_a100_would_run_it(key, heads):
+    """The schedule that the rules give that card, here: the same attention as the reference."""
+    rng, layout = np.random.default_rng(0), layout_of(key=key)
+    bucket = Bucket(context_requests=1, context_tokens=640, table_width=10)
+    step = StepMetadata.create(layout, bucket, [range(10)], [640], [640]).derive()
+    latent, rope = (jnp.asarray(rng.normal(size=(640, n)) / 10, jnp.float32) for n in (512, 64))
+    append = jax.jit(partial(ops.append_latent, implementation="xla"), static_argnums=1)
+    cache = append(Cache.create(layout, 10), 0, latent, rope, step)
+    rows = jnp.asarray(np.stack([rng.permutation(640)[:300] for _ in range(4)]), jnp.int32)
+    q = jnp.asarray(rng.normal(size=(4, heads, 576)), jnp.float32 if key == "f32" else jnp.bfloat16)
+    config = sparse_mla_triton.default_config(A100, key, tokens=4, heads=heads, keys=300)
+    attend = lambda q, c, r, **how: ops.sparse_mla(q, c, 0, r, 0.135, **how)
+    out, lse = call(attend, q, cache, rows, implementation="triton", config=config)
+    want, want_lse = call(attend, q.astype(jnp.float32), cache, rows, implementation="xla")
+    np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=2**-6, atol=1e-3)
+    np.testing.assert_allclose(lse, want_lse, rtol=5e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("index", ["fp8", "fp4"])
+@pytest.mark.parametrize(("heads", "next_n"), [(64, 1), (64, 8), (32, 4)])
+def test_scores_as_an_a100_would_run_them(index, heads, next_n):
+    rng, layout = np.random.default_rng(0), layout_of(index=index)
+    lens = [700, 9, 64, 257]
+    tables = rng.permutation(48).reshape(4, 12).tolist()
+    bucket = Bucket(context_requests=4, context_tokens=sum(lens), table_width=12)
+    fill = StepMetadata.create(layout, bucket, tables, lens, lens).derive()
+    append = jax.jit(partial(ops.append_index_k, implementation="xla"), static_argnums=1)
+    keys = jnp.asarray(rng.normal(size=(sum(lens), 128)), jnp.float32)
+    cache = append(cases.poisoned(layout, 48), 0, keys, fill)
+    bucket = Bucket(decode_requests=4, next_n=next_n, table_width=12)
+    step = StepMetadata.create(layout, bucket, tables, lens, [next_n] * 4).derive()
+    values = jnp.asarray(rng.normal(size=(4 * next_n * heads, 128)), jnp.float32)
+    codes, scale = ops.quantize_index_k(values, index)
+    assert scale is not None
+    codes, scale = codes.reshape(4 * next_n, heads, -1), scale.reshape(4 * next_n, heads)
+    q: Any = (codes, scale) if index == "fp4" else codes
+    weights = jnp.asarray(rng.normal(size=(4 * next_n, heads)), jnp.float32)
+    config = paged_logits_triton.default_config(A100, heads=heads, new_tokens=next_n, requests=4, keys=768)
+    score = lambda q, w, c, s, **how: ops.paged_mqa_logits(q, w, c, 0, s, **how)
+    got = np.asarray(call(score, q, weights, cache, step, implementation="triton", config=config))
+    want = np.asarray(call(score, q, weights, cache, step, implementation="xla"))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    seen = np.isfinite(want)
+    assert calc_diff(got[seen], want[seen]) < 5e-6

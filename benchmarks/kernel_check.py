@@ -40,10 +40,10 @@ def many(*settings: tuple[int, int, int], **fields) -> list[Config]:
     return [Config(blocks_per_core=b, stages=s, compute_warpgroups=w, **fields) for b, s, w in settings]
 
 
-NARROW = [*many((2, 4, 2), (3, 3, 1)), *many((2, 4, 2), fence=True)]
+NARROW = many((2, 4, 2), (3, 3, 1), (2, 6, 2))
 SHORT = many((2, 2, 1), (2, 2, 2), (2, 4, 2))
 DOUBLE = [
-    *many((1, 9, 3), (2, 4, 1), (1, 12, 3)),
+    *many((1, 9, 3), (2, 4, 1), (1, 6, 3)),
     *many((1, 8, 4), registers=(112, 24)),
 ]
 STACKED = [

@@ -43,6 +43,8 @@ def no_rules_left():
 
 SHORT, NARROW = Fp8(compute_warpgroups=1, stages=2, blocks_per_core=2), Fp8(blocks_per_core=2)
 DOUBLE, STACKED = Fp8(compute_warpgroups=3, stages=9), Fp8(registers=(216, 72))
+SEVERAL = Fp8(compute_warpgroups=3, stages=12, registers=(144, 72), product_columns=128, kept_weights=128)
+MOST = dataclasses.replace(SEVERAL, stages=9)
 FP4_32, FP4_64 = Fp4(compute_warpgroups=4, registers=(112, 32)), Fp4(compute_warpgroups=3)
 FP4_128, FP4_WIDE = (
     Fp4(compute_warpgroups=3, registers=(152, 40)),
@@ -63,7 +65,7 @@ FP4_128, FP4_WIDE = (
         (64, 2, 4, 131072, DOUBLE, FP4_128),
         (64, 2, 1, 65536, SHORT, FP4_128),
         (64, 4, 64, 32768, STACKED, FP4_WIDE),
-        (64, 6, 64, 32768, STACKED, FP4_WIDE),
+        (64, 6, 64, 32768, SEVERAL, FP4_WIDE),
         (32, 1, 64, 32768, NARROW, FP4_32),
         (32, 2, 64, 32768, NARROW, FP4_64),
         (32, 4, 64, 32768, DOUBLE, FP4_128),
@@ -71,13 +73,13 @@ FP4_128, FP4_WIDE = (
         (64, 1, 16, 4096, SHORT, FP4_64),
         (32, 2, 16, 4096, SHORT, FP4_64),
         (64, 3, 16, 4096, STACKED, FP4_WIDE),
-        (64, 8, 16, 4096, STACKED, FP4_WIDE),
-        (64, 8, 16, 2048, STACKED, FP4_WIDE),
+        (64, 8, 16, 4096, MOST, FP4_WIDE),
+        (64, 8, 16, 2048, MOST, FP4_WIDE),
         (32, 1, 300, 2112, NARROW, FP4_32),
         # What is compiled besides; and few tiles, up to and beyond eight for each of 132 multiprocessors.
         (64, 3, 64, 32768, STACKED, FP4_WIDE),
-        (64, 5, 64, 2080, STACKED, FP4_WIDE),
-        (64, 8, 64, 32768, STACKED, FP4_WIDE),
+        (64, 5, 64, 2080, SEVERAL, FP4_WIDE),
+        (64, 8, 64, 32768, MOST, FP4_WIDE),
         (64, 2, 64, 2080, DOUBLE, FP4_128),
         (32, 1, 1, 65536, SHORT, FP4_32),
         (32, 8, 64, 32768, STACKED, FP4_WIDE),
@@ -198,7 +200,8 @@ def every_choice():
         for rows in (1, 16, 33, 66, 132, 264, 4096):
             topk_mosaic.default_config(rows, columns)
             topk_triton.default_config(rows, columns, 2048)
-    for heads, new_tokens, requests in ((32, 1, 64), (64, 1, 64), (64, 2, 64), (64, 4, 64), (64, 1, 1)):
+    shapes = [(32, 1, 64), *((64, new_tokens, 64) for new_tokens in (1, 2, 4, 6, 8)), (64, 1, 1)]
+    for heads, new_tokens, requests in shapes:
         shape = dict(heads=heads, new_tokens=new_tokens, requests=requests, keys=32768)
         paged_logits_config.default_config(**shape, cores=132)
         paged_logits_fp4_mosaic.default_config(**shape)

@@ -43,7 +43,14 @@ class Host:
     """A host loop over decode steps. It keeps lengths and page table as arrays, and the metadata on the device."""
 
     def __init__(
-        self, run: Run, params: Any, layout: CacheLayout, lengths: np.ndarray, width: int, steps: int = 1
+        self,
+        run: Run,
+        params: Any,
+        layout: CacheLayout,
+        lengths: np.ndarray,
+        width: int,
+        steps: int = 1,
+        ahead: int = 1,
     ):
         """Give every request the pages of its length; the cache's contents do not matter here.
 
@@ -54,12 +61,14 @@ class Host:
             lengths: ``int[R]``, of the requests at the start.
             width: pages that a request can have.
             steps: decode steps of a program.
+            ahead: programs for which pages are granted together, so that only every so many are sent any.
         """
-        count, self.steps = len(lengths), steps
+        count, self.steps, self.ahead = len(lengths), steps, ahead
         self.layout, self.params = layout, params
         self.bucket = Bucket(decode_requests=count, table_width=width)
         self.lengths, self.ones = lengths.astype(np.int32), np.ones(count, np.int32)
         self.none = np.full((count, 3), -1, np.int32)
+        self.none_there = jnp.asarray(self.none)
         self.table = np.full((count, width), -1, np.int32)
         self.pool = PagePoolState.create(count * width, layout.page_size)
         for request, length in enumerate(lengths.tolist()):
@@ -84,16 +93,18 @@ class Host:
     def restart(self) -> None:
         """Back to the first lengths and pages: the pool is a value, and the table's newer entries are never read."""
         self.lengths[:], self.pool = self.start
+        self.turns = 0
         self.meta = StepMetadata.create(self.layout, self.bucket, self.table, self.lengths, self.ones)
 
     def turn(self, *, anew: bool = False) -> list[float]:
         """One step; the times at its start, after allocation, after metadata and after dispatch."""
         clock = [time.perf_counter()]
-        size, pages = self.layout.page_size, self.none
-        columns = (self.lengths + (self.steps - 1)) // size
-        starting = np.flatnonzero(columns * size >= self.lengths).tolist()  # a new token starts a page
-        if starting:
-            pages = pages.copy()
+        size, pages, starting = self.layout.page_size, self.none_there, []
+        if self.turns % self.ahead == 0:
+            columns = (self.lengths + (self.steps * self.ahead - 1)) // size
+            starting = np.flatnonzero(columns * size >= self.lengths).tolist()  # a new token starts a page
+            pages = self.none.copy()
+        self.turns += 1
         for place, request in enumerate(starting):
             column = int(columns[request])
             self.pool, slots = grow(self.pool, request, (column + 1) * size)
@@ -179,6 +190,8 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "16 steps a program", measure(host, turns)
     host = Host(several(step), params, layout, ragged, width)
     yield "queued", measure(host, turns, together=8)
+    host = Host(several(step), params, layout, ragged, width, ahead=16)
+    yield "queued, pages for 16 steps at a time", measure(host, turns, together=8)
     yield "each awaited", measure(host, turns)
     yield "queued, metadata anew", measure(host, turns, together=8, anew=True)
     aligned = np.maximum(ragged // layout.page_size, 1) * layout.page_size

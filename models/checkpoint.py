@@ -76,7 +76,11 @@ def load_config(name: str | Path) -> ModelConfig:
         ValueError: the file is missing, not JSON, or describes no model that can be run.
     """
     path = find(name) / CONFIG
-    return ModelConfig.from_hf(_read_json(path))
+    mapping = _read_json(path)
+    try:
+        return ModelConfig.from_hf(mapping)
+    except ValueError as error:  # of several configurations one has to know which is meant
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_pretrained(name: str | Path, *, dtype: jnp.dtype | type | None = None) -> Decoder:

@@ -215,3 +215,9 @@ def test_missing_files_and_names(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CHECKPOINTS", saved.parent)
     assert checkpoint.available() == ["model"]
     assert find("model") == saved
+
+
+def test_a_bad_configuration_names_its_file(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    with pytest.raises(ValueError, match=r"config\.json: DSAConfig\.from_hf.*num_hidden_layers is missing"):
+        checkpoint.load_config(tmp_path)

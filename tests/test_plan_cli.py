@@ -148,6 +148,7 @@ def test_bad_configurations(capsys, tmp_path, content, words):
     code, out, err = run(capsys, str(tmp_path), "--gpu-memory", "80GB")
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert words in err
+    assert str(tmp_path / "config.json") in err
 
 
 def test_the_most_layers_are_planned(capsys, tmp_path):

@@ -120,4 +120,7 @@ def find_config(model: str | None) -> tuple[str, DSAConfig]:
         raise ValueError(
             f"model {shown}: {file} holds no JSON object; pass a Hugging Face style config.json."
         )
-    return model or DEFAULT_MODEL, DSAConfig.from_hf(mapping)
+    try:
+        return model or DEFAULT_MODEL, DSAConfig.from_hf(mapping)
+    except ValueError as error:  # of several configurations one has to know which is meant
+        raise ValueError(f"{file}: {error}") from error

@@ -1,0 +1,76 @@
+"""The full product of what the kernels take, on a CUDA card: ``pytest -m "gpu and full"``, several hours.
+
+The checks are those of the other card tests, which go through the same parameters pairwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+import test_gpu
+import test_gpu_fp4
+import test_gpu_sparse_mla
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
+from fp4_scores import FAR, NEAR
+
+pytestmark = [pytest.mark.gpu, pytest.mark.full]
+
+NEXT_N, PAGE_SIZES = range(1, 9), (32, 64, 128)
+KERNELS, MANAGERS = ("mosaic", "triton"), ("v1", "v2")
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("next_n", NEXT_N)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_scores_of_fp8_keys(implementation, manager, page_size, next_n, heads):
+    test_gpu.test_paged_logits(implementation, manager, page_size, next_n, heads)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("next_n", NEXT_N)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("far", list(itertools.product((NEAR, FAR), repeat=2)), ids=str)
+def test_scores_of_fp4_keys(name, heads, next_n, page_size, far):
+    shape = dict(n=next_n, heads=heads, page_size=page_size, width=256 // page_size + 1)
+    test_gpu_fp4.test_kernels(name, shape, far)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_scores_of_contexts(manager, page_size, heads):
+    test_gpu.test_context_logits(manager, page_size, heads)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("index", "key"), list(itertools.product(INDEX_FORMS, KEY_FORMS)))
+@pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_append_and_gather(manager, index, key, page_size, dtype):
+    if key == "fp8_ds_mla" and page_size != 64:
+        pytest.skip("the 656-byte form has pages of 64 tokens")
+    test_gpu.test_append_and_gather(manager, index, key, page_size, 0.37, (1300, 1, 64), dtype)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("form", [form for form in KEY_FORMS if form != "bf16"])
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_attention_on_triton(form, manager, page_size, heads):
+    if form == "fp8_ds_mla" and page_size != 64:
+        pytest.skip("the 656-byte form has pages of 64 tokens")
+    test_gpu_sparse_mla.test_triton_reads_every_form(form, manager, page_size, heads)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("form", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_of_both_kernels(kernel, form, heads, splits):
+    test_gpu_sparse_mla.test_agrees_with_numpy_and_with_itself(kernel, form, heads, splits)

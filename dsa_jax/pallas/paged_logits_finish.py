@@ -17,7 +17,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array
 
-TILE = 64
+from dsa_jax.pallas.paged_logits_plan import TILE
+
 COLUMNS = 8
 """Columns of the smallest piece of a product's layout: what `finish` adds up."""
 _LEAST_KEPT, _MOST_KEPT = 1 << 18, 1 << 20

@@ -47,7 +47,7 @@ class Shape:
     scale: int = 1
     sets: int = 8
     form: str = "bf16"
-    variants: tuple[str, ...] = ("mosaic",)
+    variants: tuple[str, ...] = ("mosaic", "xla")
 
 
 Kernel = Callable[..., tuple[jax.Array, jax.Array]]
@@ -211,8 +211,8 @@ SCHEDULES = tuple(name for name in VARIANTS if name.startswith("mosaic"))
 SHAPES = {
     "decode 64x128": Shape(64, 128, sets=12, variants=(*SCHEDULES, "triton", "xla")),
     "decode 64x128 656 B": Shape(64, 128, sets=12, form="fp8_ds_mla", variants=(*SCHEDULES, "triton", "xla")),
-    "prefill 4096x128": Shape(4096, 128, slots=512, sets=2, variants=SCHEDULES),
-    "decode 64x16": Shape(64, 16, sets=12, variants=("mosaic", "triton")),
+    "prefill 4096x128": Shape(4096, 128, slots=512, sets=2, variants=("mosaic", "xla")),
+    "decode 64x16": Shape(64, 16, sets=12, variants=("mosaic", "triton", "xla")),
     "decode 64x64": Shape(64, 64, sets=12),
     "decode 8x128": Shape(8, 128, slots=8 * 512, sets=24),
     "decode 1x128": Shape(1, 128, slots=4096, sets=24),

@@ -21,7 +21,7 @@ from dsa_jax.pallas.paged_logits_plan import TILE
 
 COLUMNS = 8
 """Columns of the smallest piece of a product's layout: what `finish` adds up."""
-_LEAST_KEPT, _MOST_KEPT = 1 << 18, 1 << 20
+_LEAST_KEPT, _MOST_KEPT = 1 << 18, 1 << 21
 _STAY = 0x14F << 52
 """What ``createpolicy.fractional.L2::evict_last`` gives for the fraction 1, with five instructions before every store."""
 _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
@@ -157,11 +157,16 @@ def _exchange(first: str, second: str, target: str, number: int, which: str, lan
     ]
 
 
+def writes_much(scores: int) -> bool:
+    """Whether a kernel writes so many scores that its keys should make room for them in the L2 cache."""
+    return scores >= _LEAST_KEPT
+
+
 def _policy(scores: int) -> int | None:
     """An L2 policy for a kernel that writes so many scores.
 
     The keys are read once and would push the scores out to memory, where what runs next has to fetch them. Asked to stay,
-    4 MiB of scores do; of more, nothing is gained, and a few stay without asking.
+    8 MiB of scores do; of more, nothing is gained, and a few stay without asking.
     """
     return _STAY if _LEAST_KEPT <= scores <= _MOST_KEPT else None
 

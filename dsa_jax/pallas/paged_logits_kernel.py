@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from jax import Array, lax
 
 from dsa_jax.compat import MOSAIC_STORES_HALF_WORDS
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
-from dsa_jax.pallas.paged_logits_finish import COLUMNS, Bounds
+from dsa_jax.pallas.paged_logits_finish import COLUMNS, Bounds, writes_much
 from dsa_jax.pallas.paged_logits_machine import CARD, FENCED_CARD, INTERPRETER, Machine
 from dsa_jax.pallas.paged_logits_plan import FILL, HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
 
@@ -161,6 +162,9 @@ class PagedLogitsKernel:
         refs = _Refs(*arrays, **scratch)
         # Beside the block's share: put off until it is needed, this would cost another trip to memory before the first copy.
         layer_offset = self.machine.read_now(refs.offset)
+        # Groups of context tokens share their keys, and a few scores need no room.
+        if not self.grouped and writes_much(math.prod(refs.out.shape)):
+            self.machine.read_once(refs.keys, refs.key_scales)
         share = [refs.plan[lax.axis_index("block"), i] for i in range(HEADER)]
         warpgroup = lax.axis_index("warpgroup")
         consumers = self.config.compute_warpgroups

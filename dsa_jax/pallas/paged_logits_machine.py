@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax.pallas.paged_logits_finish import finish, finish_interpreted
+from dsa_jax.pallas.read_once_mosaic import read_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Machine:
             barrier in the middle of a phase; a card does not, and the wait at the end of every block cost 0.2 us there.
         read_now: ``(ref) -> int32``, reads the one number of an array in global memory at once, where the compiler would
             put it off until it is needed.
+        read_once: see ``read_once_mosaic``.
         finish: see ``paged_logits_finish``.
     """
 
     fence: Callable[[], None]
     drain: Callable[..., None]
     read_now: Callable[[Any], Any]
+    read_once: Callable[..., None]
     finish: Callable[..., None]
 
 
@@ -73,12 +76,14 @@ INTERPRETER = Machine(
     fence=lambda: plgpu.commit_smem(),  # looked up at each call, so that a test can take it away
     drain=_drain,
     read_now=lambda ref: ref[0],
+    read_once=lambda *refs: None,
     finish=finish_interpreted,
 )
 CARD = Machine(
     fence=lambda: None,
     drain=lambda barriers, used, size: None,
     read_now=_read_now,
+    read_once=read_once,
     finish=finish,
 )
 FENCED_CARD = dataclasses.replace(CARD, fence=_fence)

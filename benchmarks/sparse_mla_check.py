@@ -131,11 +131,6 @@ def arrays_of(form: str, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct((pages, PAGE_SIZE, *a.shape), jnp.dtype(a.dtype)) for a in arrays)
 
 
-def query_dtype(form: str):
-    """What the kernels take with keys of a form."""
-    return jnp.float32 if form == "f32" else jnp.bfloat16
-
-
 def make(shape: Shape, seed: int):
     """Random queries, a pool whose unused rows are NaN, and several sets of ascending rows with holes."""
     tokens, keys, total = shape.tokens, shape.keys, shape.slots * PAGE_SIZE
@@ -154,7 +149,7 @@ def make(shape: Shape, seed: int):
         holes[2] = -1
         holes[3 % tokens, 5:] = -1
     key = jax.random.key(seed)
-    q = jnp.clip(jax.random.normal(key, (tokens, shape.heads, WIDTH), query_dtype(shape.form)), -1, 1)
+    q = jnp.clip(jax.random.normal(key, (tokens, shape.heads, WIDTH), jnp.bfloat16), -1, 1)
     used = jnp.asarray(used).reshape(shape.slots, PAGE_SIZE, 1)
 
     @jax.jit
@@ -195,7 +190,7 @@ def compile_program(kernel: Kernel, shape: Shape) -> Callable:
         return [one(shape, q, keys, some, offset) for some in rows]
 
     spec = jax.ShapeDtypeStruct
-    q = spec((shape.tokens, shape.heads, WIDTH), query_dtype(shape.form))
+    q = spec((shape.tokens, shape.heads, WIDTH), jnp.bfloat16)
     rows = [spec((shape.tokens, shape.keys), jnp.int32)] * shape.sets
     keys = arrays_of(shape.form, shape.slots * shape.scale)
     return program.lower(q, keys, rows, spec((), jnp.int32)).compile()
@@ -220,9 +215,9 @@ SHAPES = {
     "decode 128x128 656 B": Shape(128, 128, form="fp8_ds_mla"),
     "decode 64x128, 4.8 GB pool": Shape(64, 128, scale=2),
     **{f"decode 64x128 {form}": Shape(64, 128, sets=4, form=form, variants=("triton", "xla")) for form in
-       ("fp8", "nvfp4", "f32")},
+       ("fp8", "nvfp4")},
     **{f"decode 64x16 {form}": Shape(64, 16, sets=4, form=form, variants=("triton", "xla")) for form in
-       ("fp8", "nvfp4", "fp8_ds_mla", "f32")},
+       ("fp8", "nvfp4", "fp8_ds_mla")},
 }  # fmt: skip
 
 

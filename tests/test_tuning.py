@@ -174,7 +174,6 @@ def test_schedules_of_top_k(rows, columns, mosaic, triton):
         *[(form, A100, (32, 32, 0, 8, 2, False, 128)) for form in ("fp8", "nvfp4", "fp8_ds_mla")],
         *[(form, H200, (32, 64, 0, 8, 2, False, 128)) for form in ("fp8", "nvfp4", "fp8_ds_mla")],
         *[(form, B200, (32, 32, 0, 8, 2, False, 128)) for form in ("fp8", "nvfp4", "fp8_ds_mla")],
-        *[("f32", card, (16, 32, 0, 8, 1, False, 64)) for card in (A100, H200, B200)],
         ("bf16", Device("gpu", "unheard of"), (64, 64, 0, 8, 3, False, 512)),
     ],
 )
@@ -188,7 +187,7 @@ def test_schedules_of_attention(form, card, triton):
 
 
 @pytest.mark.parametrize(("heads", "first"), [(1, "triton"), (16, "triton"), (17, "mosaic"), (128, "mosaic")])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4", "fp8_ds_mla"])
 def test_which_attention_is_tried_first(heads, first, form):
     facts = {"form": form, "heads": heads}
     assert tuning.choose("sparse_mla", tuning.Preference, facts, H200) == tuning.Preference(first)
@@ -208,7 +207,7 @@ def every_choice():
         paged_logits_triton.default_config(H200, **shape)
     paged_logits_config.prefill_config(heads=64)
     for card in (A100, H200):
-        for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"):
+        for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla"):
             for module in (sparse_mla_mosaic, sparse_mla_triton):
                 module.default_config(card, form, tokens=64, heads=128, keys=2048)
             for heads in (16, 128):

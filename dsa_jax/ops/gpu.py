@@ -255,15 +255,14 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
     def candidate(name: Any) -> Candidate:
         def supported(device: Device) -> None:
             _need_gpu(device)
-            wanted = "float32" if layout.key_form == "f32" else "bfloat16"
-            _need(f"query dtype of {layout.key_form} keys", np.dtype(dtype).name, (wanted,))
-            if isinstance(softmax_scale, Array):
-                raise NotImplementedError("softmax_scale is an array; the kernel takes a Python float")
-            _need_scales_beside_keys(cache)
             kernel(name).supported_on(
                 device, form=layout.key_form, latent_dim=layout.latent_dim, rope_dim=layout.rope_dim,
                 page_size=layout.page_size,
             )  # fmt: skip
+            _need("query dtype", np.dtype(dtype).name, ("bfloat16",))
+            if isinstance(softmax_scale, Array):
+                raise NotImplementedError("softmax_scale is an array; the kernel takes a Python float")
+            _need_scales_beside_keys(cache)
 
         def run(
             q: Array,

@@ -103,7 +103,7 @@ def sparse_mla(
     """``softmax(q k^T * softmax_scale) v`` over selected rows, v being the first ``latent_dim`` entries of k.
 
     Args:
-        q: ``[N, h, latent_dim + rope_dim]``, bfloat16; float32 with keys in the form f32.
+        q: bfloat16``[N, h, latent_dim + rope_dim]``.
         keys: all layers' pages of the pools of a KEY form, each ``[P, T, ...]``: codes or values, scales, rotary keys.
         rows: ``int32[N, K]``, ``slot * T + offset``; -1 is skipped wherever it stands.
         page_scale: pages per slot; a row's page is ``slot * page_scale + layer_offset``.
@@ -124,9 +124,8 @@ def sparse_mla(
     """
     tokens, heads, width = q.shape
     blocks(form, latent_dim, width - latent_dim)
-    wanted = query_dtype(form)
-    if q.dtype != wanted:
-        raise NotImplementedError(f"reads {wanted.__name__} queries with {form} keys, not {q.dtype.name}")
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"reads bfloat16 queries, not {q.dtype.name}")
     if tokens == 0 or rows.shape[1] == 0:  # nothing to write, or nothing to read
         empty = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
         return jnp.zeros((tokens, heads, latent_dim), q.dtype), empty
@@ -138,9 +137,6 @@ def sparse_mla(
     body = partial(
         _attend_body, shape=(heads, rows.shape[1], page_size), latent_blocks=latent_blocks,
         rope_blocks=rope_blocks, page_scale=page_scale, score_scale=softmax_scale * _LOG2_E, config=config,
-        # The matrix units of float32 drop 13 bits; three products keep them. The interpreter has exact ones.
-        precision=None if form != "f32" else lax.Precision.HIGHEST if interpret
-        else lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
     )  # fmt: skip
     splits, head_blocks = config.splits, -(-heads // config.block_heads)
     partials = jnp.float32 if splits > 1 else q.dtype
@@ -167,17 +163,12 @@ def sparse_mla(
     return merge(out, lse, q.dtype, interpret=interpret)
 
 
-def query_dtype(form: str) -> type:
-    """The dtype of queries that the kernel takes with keys of a form."""
-    return jnp.float32 if form == "f32" else jnp.bfloat16
-
-
 def default_config(device: Device, form: str = "bf16", *, tokens: int, heads: int, keys: int) -> Config:
     """How to cut a problem of ``keys`` rows a query, by the rules of `tuning`.
 
     Steps of 64 keys where shared memory holds three buffers of them, of 32 keys on Ampere. Decoding takes registers. Blocks
     of 64 heads spill on Ampere, and Blackwell's tensor memory has no room for the outputs and the scores of so many in
-    pieces. Float32 takes twice the shared memory, and three products for each.
+    pieces.
     """
     return tuning.choose(
         "sparse_mla_triton", Config, attention_facts(device, form, tokens, heads, keys), device
@@ -217,7 +208,7 @@ def fit(config: Config, tokens: int, heads: int, keys: int, cores: int) -> Confi
 
 
 def _attend_body(
-    q_ref, *refs, shape, latent_blocks, rope_blocks, page_scale, score_scale, config, precision
+    q_ref, *refs, shape, latent_blocks, rope_blocks, page_scale, score_scale, config
 ):  # fmt: skip
     *key_refs, rows_ref, offset_ref, key_scale_ref, out_ref, lse_ref = refs
     heads, keys, page_size = shape
@@ -240,7 +231,6 @@ def _attend_body(
     queries = [_load_heads(q_ref, token, head, part.columns(), has_head) for part in parts]
     key_scale = key_scale_ref[0]
     factor = key_scale * score_scale
-    dot = partial(pltriton.dot, precision=precision)
 
     def load_rows(step):
         position = (split * steps + step) * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
@@ -260,7 +250,9 @@ def _attend_body(
         offset = (row & (page_size - 1))[:, None]
         read = [block.read(key_refs, page, offset, valid) for block in (*latent_blocks, *rope_blocks)]
         columns = [matrix for matrices in read for matrix in matrices]
-        products = [dot(q, k, trans_b=True) for q, k in zip(queries[::-1], columns[::-1], strict=True)]
+        products = [
+            pltriton.dot(q, k, trans_b=True) for q, k in zip(queries[::-1], columns[::-1], strict=True)
+        ]
         score = reduce(operator.add, products)
         score = jnp.where(valid[None, :], score * factor, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(score, axis=1))
@@ -268,7 +260,9 @@ def _attend_body(
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(weight, axis=1)
         weight = weight.astype(columns[0].dtype)
-        accs = tuple(acc * shrink[:, None] + dot(weight, k) for acc, k in zip(accs, columns, strict=False))
+        accs = tuple(
+            acc * shrink[:, None] + pltriton.dot(weight, k) for acc, k in zip(accs, columns, strict=False)
+        )
         return new_top, total, accs, next_row
 
     init = (

@@ -181,7 +181,7 @@ def test_b01_scores_of_far_pages(gibibytes, index, page_bytes, implementation):
 @pytest.mark.parametrize("gibibytes", [2, 4])
 @pytest.mark.parametrize(
     ("key", "page_bytes"),
-    [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768), ("f32", 147_456)],
+    [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768)],
 )
 def test_b01_attention_to_far_pages(gibibytes, key, page_bytes, implementation):
     """One row each, before, at and past the limit: the value that was written there."""
@@ -194,7 +194,7 @@ def test_b01_attention_to_far_pages(gibibytes, key, page_bytes, implementation):
     latent = jnp.arange(1, 6, dtype=jnp.float32)[:, None] * jnp.ones((1, 512))
     append = jax.jit(partial(ops.append_latent, implementation="xla"), donate_argnums=0, static_argnums=1)
     cache = append(Cache.create(layout, int(at) + 41), 0, latent, jnp.ones((5, 64)), step)
-    q = jnp.zeros((5, 16, 576), jnp.float32 if key == "f32" else jnp.bfloat16)
+    q = jnp.zeros((5, 16, 576), jnp.bfloat16)
     attend = lambda q, c, r: ops.sparse_mla(q, c, 0, r, 0.1, implementation=implementation)
     out, _ = call(attend, q, cache, rows[:, None])
     np.testing.assert_allclose(np.asarray(out, np.float32)[:, 3, 7], np.arange(1, 6), rtol=0.1)
@@ -351,7 +351,7 @@ def test_row_24_contiguous_scores(implementation):
 A100 = describe("gpu", "NVIDIA A100-SXM4-80GB")
 
 
-@pytest.mark.parametrize("key", ["bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"])
+@pytest.mark.parametrize("key", ["bf16", "fp8", "nvfp4", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_attention_as_an_a100_would_run_it(key, heads):
     """The schedule that the rules give that card, here: the same attention as the reference."""
@@ -362,7 +362,7 @@ def test_attention_as_an_a100_would_run_it(key, heads):
     append = jax.jit(partial(ops.append_latent, implementation="xla"), static_argnums=1)
     cache = append(Cache.create(layout, 10), 0, latent, rope, step)
     rows = jnp.asarray(np.stack([rng.permutation(640)[:300] for _ in range(4)]), jnp.int32)
-    q = jnp.asarray(rng.normal(size=(4, heads, 576)), jnp.float32 if key == "f32" else jnp.bfloat16)
+    q = jnp.asarray(rng.normal(size=(4, heads, 576)), jnp.bfloat16)
     config = sparse_mla_triton.default_config(A100, key, tokens=4, heads=heads, keys=300)
     attend = lambda q, c, r, **how: ops.sparse_mla(q, c, 0, r, 0.135, **how)
     out, lse = call(attend, q, cache, rows, implementation="triton", config=config)

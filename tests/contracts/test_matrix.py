@@ -47,7 +47,7 @@ CHOSEN = {
     ("sparse_mla", "fp8 latents"): ("triton", "triton", "triton"),
     ("sparse_mla", "nvfp4 latents"): ("triton", "triton", "triton"),
     ("sparse_mla", "fp8_ds_mla latents"): ("triton", "mosaic", "triton"),
-    ("sparse_mla", "f32 latents"): ("triton", "triton", "triton"),
+    ("sparse_mla", "f32 latents"): ("xla", "xla", "xla"),
 }
 CARDS = {"sm80": "A100", "sm90": "H100, H200", "sm100": "B200"}
 

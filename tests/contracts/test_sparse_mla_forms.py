@@ -26,7 +26,8 @@ from dsa_jax.pallas.triton_call import triton_call
 from numpy_model import attention
 
 SOFTMAX_SCALE = 0.135
-CODED = [form for form in KEY_FORMS if form not in ("bf16", "f32")]
+WITH_KERNEL = [form for form in KEY_FORMS if form != "f32"]
+CODED = [form for form in WITH_KERNEL if form != "bf16"]
 
 
 @functools.cache
@@ -35,10 +36,6 @@ def layout_of(form: str, manager: str = "v2", page_size: int = 16) -> CacheLayou
     latent, rope = (512, 64) if form == "fp8_ds_mla" else (256, 32)
     model = dataclasses.replace(cases.config(index_head_dim=128), kv_lora_rank=latent, qk_rope_head_dim=rope)
     return CacheLayout.create(model, manager=manager, key_form=form, page_size=page_size)
-
-
-def query_dtype(form: str):
-    return jnp.float32 if form == "f32" else jnp.bfloat16
 
 
 @dataclasses.dataclass
@@ -91,12 +88,12 @@ def problem(layout: CacheLayout, heads: int, keys: int, seed: int = 0) -> Proble
         )
     values = numpy_forms.latent_values(entry, form, scale or 1.0)
     cache = form_cases.write_entry(cases.poisoned(layout, slots), 1, written, entry)
-    q = jnp.asarray(rng.normal(size=(4, heads, values.shape[1])) / 4, query_dtype(form))
+    q = jnp.asarray(rng.normal(size=(4, heads, values.shape[1])) / 4, jnp.bfloat16)
     return Problem(cache, q, rows, dict(zip(written, values, strict=True)), scale)
 
 
 def check(p: Problem, result) -> None:
-    """FlashMLA's tolerances, and those of float32 for the form that keeps it."""
+    """FlashMLA's tolerances."""
     form, expected = p.cache.layout.key_form, p.expected()
     # Tile scales that are no powers of two leave keys that are rounded to bfloat16.
     of_lse = 5e-4 if form == "fp8_ds_mla" else 1e-6
@@ -106,9 +103,6 @@ def check(p: Problem, result) -> None:
         got = np.asarray(got, np.float64)
         finite = np.isfinite(want)
         np.testing.assert_array_equal(got[~finite], want[~finite])
-        if form == "f32":
-            np.testing.assert_allclose(got[finite], want[finite], rtol=1e-5, atol=3e-6)
-            continue
         gap, size = np.abs(got[finite] - want[finite]), np.abs(want[finite])
         assert ((gap < absolute) | (gap < relative * size)).all(), gap.max()
     out, want = np.asarray(result[0], np.float64), expected[0]
@@ -126,8 +120,6 @@ def check(p: Problem, result) -> None:
         ("nvfp4", "v2", 256, 8, 1),
         ("fp8_ds_mla", "v2", 64, 16, 40),
         ("fp8_ds_mla", "v1", 64, 128, 17),
-        ("f32", "v2", 2, 8, 20),
-        ("f32", "v1", 32, 40, 33),
         ("bf16", "v1", 8, 8, 50),
     ],
 )
@@ -214,17 +206,24 @@ def test_a_nan_that_was_selected_is_not_hidden(form):
     assert np.isnan(np.asarray(p.run()[0], np.float32)).all()
 
 
-@pytest.mark.parametrize("form", KEY_FORMS)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_every_form_has_a_kernel_on_every_card(form, capability):
+def triton_of(form: str, dtype):
     cache = Cache.abstract(layout_of(form, page_size=64), 2)
+    (found,) = (c for c in gpu.sparse_mla(cache, 128, dtype, SOFTMAX_SCALE) if c.name == "triton")
+    return found
+
+
+@pytest.mark.parametrize("form", WITH_KERNEL)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_every_form_but_float32_has_a_kernel_on_every_card(form, capability):
     device = Device("gpu", "a card", capability, 100)
-    (triton,) = (
-        c for c in gpu.sparse_mla(cache, 128, query_dtype(form), SOFTMAX_SCALE) if c.name == "triton"
-    )
-    assert triton.supported is not None
-    triton.supported(device)
-    other = jnp.bfloat16 if form == "f32" else jnp.float32
-    (refusing,) = (c for c in gpu.sparse_mla(cache, 128, other, SOFTMAX_SCALE) if c.name == "triton")
-    with pytest.raises(NotImplementedError, match=f"query dtype of {form} keys"):
-        refusing.supported(device)
+    triton_of(form, jnp.bfloat16).supported(device)
+    with pytest.raises(NotImplementedError, match="query dtype is 'float32'"):
+        triton_of(form, jnp.float32).supported(device)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_float32_latents_are_the_reference_s(dtype):
+    """A kernel for them took 3.3 times as long as the reference: see benchmarks/RESULTS.md."""
+    for candidate in gpu.sparse_mla(Cache.abstract(layout_of("f32"), 2), 128, dtype, SOFTMAX_SCALE):
+        with pytest.raises(NotImplementedError, match="faster by the reference|not f32"):
+            candidate.supported(Device("gpu", "a card", (9, 0), 132))

@@ -20,7 +20,6 @@ from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.ops import gpu
 from dsa_jax.pallas import topk_triton, window_logits_triton
-from dsa_jax.pallas.sparse_mla_triton import query_dtype
 
 GIB = 1 << 30
 S = jax.ShapeDtypeStruct
@@ -101,10 +100,10 @@ def test_appended_latents(form):
     check(lambda c, latent, rope, rows: write(c, 0, latent, rope, rows, None), cache, *vectors, INT(4))
 
 
-@pytest.mark.parametrize("form", KEY_FORMS)
+@pytest.mark.parametrize("form", [form for form in KEY_FORMS if form != "f32"])
 def test_attention(form):
     cache = cache_of(layout_of(key=form), "key")
-    q = S((4, 16, 576), query_dtype(form))
+    q = S((4, 16, 576), jnp.bfloat16)
     attend = triton(gpu.sparse_mla(cache, 16, q.dtype, 0.1))
     check(lambda q, c, rows: attend(q, c, 0, rows, 0.1, None), q, cache, INT(4, 64))
 

@@ -49,11 +49,13 @@ doctest: setup ## run the examples of the docstrings
 wheel-check: setup ## build the wheel and use it outside the checkout
 	@scripts/check_wheel.sh
 
-# Compiling takes as long as the other tests together: it has a target of its own, and both versions of JAX.
+# Compiling takes as long as the other tests together: it has a target of its own. The next JAX gets a sample of the cases,
+# every test and each fourth of its cases; `make compile-check ONE_IN=1` gives it all.
+ONE_IN ?= 4
 compile-check: .cuda-wheels ## compile the GPU kernels, ptxas included, with this JAX and the next, without a GPU
 	$(PYTEST) tests -m compile
 	@scripts/setup.sh jax-0.12
-	@if [ -x .venv-jax-0.12/bin/python ]; then .venv-jax-0.12/bin/python -m pytest -n 2 --dist loadfile tests -m compile; fi
+	@if [ -x .venv-jax-0.12/bin/python ]; then .venv-jax-0.12/bin/python -m pytest -n 2 --dist loadfile tests -m compile --one-in $(ONE_IN); fi
 
 bench: setup ## run the benchmarks
 	$(PYTHON) -m benchmarks

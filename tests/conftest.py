@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import importlib.util
 import os
@@ -23,6 +24,13 @@ def wants_gpu(config: pytest.Config) -> bool:
     return "gpu" in expression and "not gpu" not in expression
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A sample of many alike cases, for a second version of JAX."""
+    parser.addoption(
+        "--one-in", type=int, default=1, metavar="N", help="run the first and then each N-th case of every test"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Set JAX up before any test module imports it."""
     if not wants_gpu(config):
@@ -36,7 +44,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a card where there is none, and say so."""
+    """Take the sample that was asked for; skip what needs a card where there is none, and say so."""
+    every: int = config.option.one_in
+    cases = collections.Counter()
+    left_out = []
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        if cases[function] % every:
+            left_out.append(item)
+        cases[function] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if not wants_gpu(config):
         return
     import jax

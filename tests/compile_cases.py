@@ -47,27 +47,41 @@ def paged_logits(
     ]
 
 
-def paged_logits_prefill(*, tokens=8192, requests=4, heads=64, page_size=64, context=32768, config=None):
-    """The Hopper kernel over packed context tokens."""
-    from dsa_jax.pallas import paged_logits_mosaic as module
+def paged_logits_prefill(
+    *,
+    kernel="mosaic",
+    tokens=8192,
+    requests=4,
+    heads=64,
+    page_size=64,
+    context=32768,
+    config=None,
+    form="fp8",
+):
+    """A kernel over packed context tokens."""
+    from dsa_jax import compat
 
+    module = importlib.import_module(f"dsa_jax.pallas.paged_logits_{kernel}")
     width, pages = context // page_size, 3 * requests * context // page_size
     chosen = module.PagedLogitsConfig(**config) if config else None
 
     def run(q, weights, keys, scales, table, owners, limits, offset):
+        module.supported_on(compat.target_device(), heads=heads, new_tokens=1, page_size=page_size)
         return module.paged_logits_prefill(
             q, weights, keys, scales, table, owners, limits, page_scale=3, layer_offset=offset, config=chosen
         )
 
+    shape, codes = jax.ShapeDtypeStruct, 128 if form == "fp8" else 64
+    q = shape((tokens, heads, codes), jnp.uint8)
     return run, [
-        jax.ShapeDtypeStruct((tokens, heads, 128), jnp.uint8),
-        jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
-        jax.ShapeDtypeStruct((pages, page_size, 128), jnp.uint8),
-        jax.ShapeDtypeStruct((pages, page_size), jnp.float32),
-        jax.ShapeDtypeStruct((requests, width), jnp.int32),
-        jax.ShapeDtypeStruct((tokens,), jnp.int32),
-        jax.ShapeDtypeStruct((tokens,), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.int32),
+        q if form == "fp8" else (q, shape((tokens, heads), jnp.int32)),
+        shape((tokens, heads), jnp.float32),
+        shape((pages, page_size, codes), jnp.uint8),
+        shape((pages, page_size), jnp.float32 if form == "fp8" else jnp.int32),
+        shape((requests, width), jnp.int32),
+        shape((tokens,), jnp.int32),
+        shape((tokens,), jnp.int32),
+        shape((), jnp.int32),
     ]
 
 

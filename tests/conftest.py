@@ -27,7 +27,11 @@ def wants_gpu(config: pytest.Config) -> bool:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """A sample of many alike cases, for a second version of JAX."""
     parser.addoption(
-        "--one-in", type=int, default=1, metavar="N", help="run the first and then each N-th case of every test"
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run the first and then each N-th case of every test",
     )
 
 

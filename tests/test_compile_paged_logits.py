@@ -70,6 +70,23 @@ def test_triton_kernel_compiles(compile_environment, card, options):
     assert any("triton" in call for call in result.get("calls", [])), result
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+@pytest.mark.parametrize(
+    ("card", "options"),
+    [
+        ("sm80", dict(heads=64)),
+        ("sm80", dict(heads=128, page_size=256)),
+        ("sm90", dict(heads=32, page_size=16)),
+        ("sm100", dict(heads=64, page_size=128)),
+    ],
+    ids=name,
+)
+def test_triton_prefill_compiles(compile_environment, card, options, form):
+    case = "compile_cases:paged_logits_prefill"
+    result = compile_case(compile_environment, card, case, kernel="triton", form=form, **options)
+    assert any("triton" in call for call in result.get("calls", [])), result
+
+
 @pytest.mark.parametrize(("card", "kernel"), [("sm90", "mosaic"), ("sm80", "triton")])
 def test_no_copy_of_the_pool(compile_environment, card, kernel):
     """The codes are viewed as float8 or as words in front of the call; the pool of these shapes has 100 MB."""

@@ -161,8 +161,9 @@ def test_a_nan_key_scores_nan(implementation, form):
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 @pytest.mark.parametrize(("manager", "page_size", "heads"), [("v2", 64, 64), ("v1", 32, 32)])
-def test_context_logits(manager, page_size, heads):
+def test_context_logits(manager, page_size, heads, implementation):
     """Ragged contexts with a cached prefix, a fresh one, an empty one, and padding."""
     layout = layout_of(manager, page_size)
     lens, new = [700, 0, 65, 300], [130, 0, 65, 7]
@@ -182,7 +183,7 @@ def test_context_logits(manager, page_size, heads):
         return ops.paged_mqa_logits(q, weights, cache, LAYER, meta.derive(), implementation=implementation)
 
     got, want = (
-        np.asarray(on_card(run, cache, meta, q, weights, implementation=i)) for i in ("mosaic", "xla")
+        np.asarray(on_card(run, cache, meta, q, weights, implementation=i)) for i in (implementation, "xla")
     )
     visible = np.arange(got.shape[1])[None] < np.asarray(limits_of(meta))[:, None]
     assert np.isneginf(got[~visible]).all()

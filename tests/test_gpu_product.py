@@ -44,8 +44,9 @@ def test_scores_of_fp4_keys(name, heads, next_n, page_size, far):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_scores_of_contexts(manager, page_size, heads):
-    test_gpu.test_context_logits(manager, page_size, heads)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_scores_of_contexts(implementation, manager, page_size, heads):
+    test_gpu.test_context_logits(manager, page_size, heads, implementation)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256])

@@ -112,7 +112,7 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
-    """Scores for FP8 and FP4 keys: wgmma on Hopper; integer decoding elsewhere. Contexts are for FP8 and Hopper alone."""
+    """Scores for FP8 and FP4 keys: wgmma on Hopper, but for contexts of FP4 keys; integer decoding elsewhere."""
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
 
@@ -129,10 +129,8 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         def supported(device: Device) -> None:
             _need_gpu(device)
             _need("index_form", layout.index_form, ("fp8", "fp4"))
-            if not decode and (name == "triton" or layout.index_form == "fp4"):
-                raise NotImplementedError(
-                    "the kernel scores decode requests; contexts have a Hopper kernel for FP8 keys only"
-                )
+            if not decode and (name, layout.index_form) == ("mosaic", "fp4"):
+                raise NotImplementedError("contexts have a Hopper kernel for FP8 keys only")
             kernel(name).supported_on(
                 device,
                 heads=heads,

@@ -1,4 +1,4 @@
-"""Paged scoring of decode rows on any NVIDIA card from sm80 on, in Pallas-Triton: the kernel for A100.
+"""Paged scoring of decode rows and contexts on any NVIDIA card from sm80 on, in Pallas-Triton: the kernel for A100.
 
 Ampere has no FP8. Four e4m3 codes are loaded as one word and each is turned into float16 by moving bits: sign to bit 15,
 the other seven bits up by seven. That is the value times 2**-8, exactly, subnormals included; products of two such numbers
@@ -27,6 +27,7 @@ from dsa_jax import quant
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import tuning
 from dsa_jax.pallas.config_checks import check_fields, multiple_of, power_of_two
+from dsa_jax.pallas.paged_logits_plan import context_groups
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
 from dsa_jax.quant.fp4 import GROUP, NAN_SCALE
 
@@ -148,9 +149,39 @@ def paged_logits_decode(
     FP4 keys are ``uint8[P, T, 64]`` packed codes with ``int32[P, T]`` scales, four UE8M0 bytes each; their q is the pair
     ``(uint8[R, n, H, 64], int32[R, n, H])`` of the same.
     """
+    rows, flat = weights.shape[1], lambda x: x.reshape(-1, *x.shape[2:])
+    return score_groups(
+        jax.tree.map(flat, q), flat(weights), keys, scales, page_table, limits.reshape(-1),
+        rows=rows, page_scale=page_scale, layer_offset=layer_offset, config=config, dtype=dtype,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+def paged_logits_prefill(
+    q: quant.Query,
+    weights: Array,
+    keys: Array,
+    scales: Array,
+    page_table: Array,
+    requests: Array,
+    limits: Array,
+    *,
+    page_scale: int,
+    layer_offset: int | Array,
+    config: Config | None = None,
+    dtype: Any = jnp.float32,
+    interpret: bool | None = None,
+) -> Array:
+    """Score the packed tokens of contexts; arguments and result as in `paged_logits_mosaic`, FP4 as above without R."""
+    tokens, heads = weights.shape
+    if not tokens:
+        return jnp.zeros((0, page_table.shape[1] * keys.shape[1]), dtype)
+    fp4 = isinstance(q, tuple)
+    rows = rows_at_once(target_device(), heads=heads, page_size=keys.shape[1], fp4=fp4)
+    groups = context_groups(requests.astype(jnp.int32), size=rows, most_requests=page_table.shape[0])
     return score_groups(
         q, weights, keys, scales, page_table, limits,
-        page_scale=page_scale, layer_offset=layer_offset, config=config, dtype=dtype,
+        rows=rows, groups=groups, page_scale=page_scale, layer_offset=layer_offset, config=config, dtype=dtype,
         interpret=interpret,
     )  # fmt: skip
 
@@ -161,8 +192,11 @@ def score_groups(
     keys: Array,
     scales: Array,
     page_table: Array | None,
-    limits: Array,
+    ends: Array,
+    starts: Array | None = None,
     *,
+    rows: int,
+    groups: Array | None = None,
     page_scale: int = 1,
     layer_offset: int | Array = 0,
     config: Config | None = None,
@@ -170,50 +204,69 @@ def score_groups(
     interpret: bool | None = None,
     name: str = "paged_mqa_logits_triton",
 ) -> Array:
-    """As `paged_logits_decode`, but without a page table every group of rows sees all pages, in their order, inside windows.
+    """Scores of groups of neighbouring rows, each of which sees one request's pages.
 
-    Then `limits` is ``int32[R, 2 n]``: the ends of a group's windows, then their starts.
+    Args:
+        q: codes of the queries, ``[N, H, 128]`` or for FP4 the pair ``[N, H, 64]``, ``[N, H]``.
+        weights: ``float32[N, H]``.
+        keys, scales: as in `paged_logits_decode`.
+        page_table: ``int32[R, W]``; None for one request that has all pages in their order.
+        ends: ``int32[N]`` where a row's window of visible keys ends.
+        starts: ``int32[N]`` where it starts; None for 0.
+        rows: most rows of a group.
+        groups: ``int32[G, 3]``, see `context_groups`; None for ``rows`` rows of each request in turn.
+        page_scale, layer_offset, config, dtype, interpret: as in `paged_logits_decode`.
+        name: of the kernel.
+
+    Returns:
+        ``dtype[N, W * T]``.
     """
+    fp4 = isinstance(q, tuple)
     planes = _fp4_query_planes(*q) if isinstance(q, tuple) else _query_planes(q)
-    requests, n = planes.shape[:2]
-    page_size, windows = keys.shape[1], page_table is None
+    (tokens, heads), page_size, own_pages = weights.shape, keys.shape[1], page_table is None
     if page_table is None:
         page_table = jnp.arange(keys.shape[0], dtype=jnp.int32)[None]
-    width = page_table.shape[1]
+    width, grouped = page_table.shape[1], groups is not None
+    if groups is None:  # not read
+        groups = jnp.zeros((1, 3), jnp.int32)
+    count = groups.shape[0] if grouped else pl.cdiv(tokens, rows)
     device = target_device()
     config = config or default_config(
-        device, heads=weights.shape[2], new_tokens=n, requests=requests, keys=width * page_size
+        device, heads=heads, new_tokens=rows, requests=count, keys=width * page_size
     )
     cores = device.cores or 108
-    fp4 = isinstance(q, tuple)
-    most = rows_at_once(device, heads=weights.shape[2], page_size=page_size, fp4=fp4)
-    shares = pl.cdiv(n, max(most, 1))
-    pages_per_program = max(1, min(width, requests * shares * width // (cores * config.waves)))
+    shares = pl.cdiv(rows, max(rows_at_once(device, heads=heads, page_size=page_size, fp4=fp4), 1))
+    pages_per_program = max(1, min(width, count * shares * width // (cores * config.waves)))
     programs = pl.cdiv(width, pages_per_program)
     interpret = interpret_here() if interpret is None else interpret
 
     def body(*refs):
         _score(
             *refs,
+            rows=rows,
             page_scale=page_scale,
             pages_per_program=pages_per_program,
             programs=programs,
             shares=shares,
-            windows=windows,
+            grouped=grouped,
+            own_pages=own_pages,
+            windows=starts is not None,
             interpret=interpret,
         )
 
     call = triton_call(
         body,
-        grid=(requests * programs * shares,),
-        out_shape=jax.ShapeDtypeStruct((requests, n, width * page_size), dtype),
+        grid=(count * programs * shares,),
+        out_shape=jax.ShapeDtypeStruct((tokens, width * page_size), dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
         name=name,
     )
-    out = call(
-        limits.astype(jnp.int32),
+    return call(
+        groups,
+        ends.astype(jnp.int32),
+        (ends if starts is None else starts).astype(jnp.int32),
         page_table.astype(jnp.int32),
         jnp.asarray(layer_offset, jnp.int32).reshape(1),
         planes,
@@ -221,22 +274,20 @@ def score_groups(
         lax.bitcast_convert_type(keys.reshape(*keys.shape[:2], -1, _BYTES), jnp.int32),
         scales,
     )
-    return out.reshape(requests * n, width * page_size)
 
 
 def _query_planes(q: Array) -> Array:
-    """``float16[R, n, 4, 32, H]``: plane b holds elements b, b + 4, b + 8, ... of all heads, times 2**-8."""
+    """``float16[N, 4, 32, H]``: plane b holds elements b, b + 4, b + 8, ... of all heads, times 2**-8."""
     if q.dtype != jnp.uint8:
         q = lax.bitcast_convert_type(q, jnp.uint8)
-    requests, n, heads, _ = q.shape
-    planes = q.reshape(requests, n, heads, -1, _BYTES).transpose(0, 1, 4, 3, 2)
+    planes = q.reshape(*q.shape[:2], -1, _BYTES).transpose(0, 3, 2, 1)
     return _half(planes.astype(jnp.int32))
 
 
 def _fp4_query_planes(codes: Array, scales: Array) -> Array:
-    """``bfloat16[R, n, 8, 16, H]``: plane i holds elements i, i + 8, i + 16, ... of all heads, their scales applied."""
+    """``bfloat16[N, 8, 16, H]``: plane i holds elements i, i + 8, i + 16, ... of all heads, their scales applied."""
     values = quant.dequantize_fp4(codes, scales).astype(jnp.bfloat16)
-    return values.reshape(*scales.shape, -1, _NIBBLES).transpose(0, 1, 4, 3, 2)
+    return values.reshape(*scales.shape, -1, _NIBBLES).transpose(0, 3, 2, 1)
 
 
 def _half(code: Array) -> Array:
@@ -272,7 +323,9 @@ def _e2m1(code: Array) -> Array:
 
 
 def _score(
-    limits,
+    groups,
+    ends,
+    starts,
     table,
     offset,
     planes,
@@ -281,51 +334,61 @@ def _score(
     scales,
     out,
     *,
+    rows,
     page_scale,
     pages_per_program,
     programs,
     shares,
+    grouped,
+    own_pages,
     windows,
     interpret,
 ):
-    """One program: some consecutive pages of one request or group, all its new tokens or an equal share of them."""
-    # Programs that share a request's tokens are neighbours: the second finds the pages in the L2 cache.
+    """One program: some consecutive pages of one group, all its rows or an equal share of them."""
+    # Programs that share a group's rows are neighbours: the second finds the pages in the L2 cache.
     program, share = pl.program_id(0) // shares, pl.program_id(0) % shares
-    request, first = program // programs, program % programs * pages_per_program
-    n, (_, page_size, _) = out.shape[1], words.shape
-    rows = list(range(n))
-    if shares > 1:  # where the shares are not even, the last row is scored again
-        own = pl.cdiv(n, shares)
-        rows = [jnp.minimum(share * own + j, n - 1) for j in range(own)]
-    last = jnp.minimum(first + pages_per_program, table.shape[1])
-    row_limits = [limits[request, row] for row in rows]
-    seen = jnp.clip((functools.reduce(jnp.maximum, row_limits) + page_size - 1) // page_size, first, last)
+    group, first = program // programs, program % programs * pages_per_program
+    (tokens, width), page_size = (out.shape[0], table.shape[1]), words.shape[1]
+    request, begin, count = group, group * rows, rows
+    last = jnp.minimum(first + pages_per_program, width)
+    if tokens % rows:
+        count = jnp.minimum(rows, tokens - begin)
+    if grouped:
+        request, begin, count = (groups[group, i] for i in range(3))
+        request = jnp.maximum(request, 0)  # padding, which sees nothing
+        last = jnp.where(count > 0, last, first)
+    own = pl.cdiv(rows, shares)
+    row = [begin + share * own + j for j in range(own)]
+    if (
+        grouped or tokens % rows or rows % shares
+    ):  # some groups have fewer rows: those score their last one again
+        row = [jnp.maximum(jnp.minimum(r, begin + count - 1), 0) for r in row]
+    row_ends = [ends[r] for r in row]
+    seen = jnp.clip((functools.reduce(jnp.maximum, row_ends) + page_size - 1) // page_size, first, last)
     within = jnp.arange(page_size, dtype=jnp.int32)
-    row_starts, unseen = [0] * len(rows), first
+    row_starts, unseen = [0] * own, first
     if windows:
-        row_starts = [limits[request, n + row] for row in rows]
+        row_starts = [starts[r] for r in row]
         unseen = jnp.clip(functools.reduce(jnp.minimum, row_starts) // page_size, first, seen)
 
     def score_page(p, carry):
-        page = table[0 if windows else request, p] * page_scale + offset[0]
+        page = table[0 if own_pages else request, p] * page_scale + offset[0]
         decode = _fp4_planes if planes.dtype == jnp.bfloat16 else _fp8_planes
         parts, scale = decode(words[page], scales[page])
         column = p * page_size + within
-        for row, limit, start in zip(rows, row_limits, row_starts, strict=True):
-            products = [pltriton.dot(part, planes[request, row, b]) for b, part in enumerate(parts)]
+        for r, end, start in zip(row, row_ends, row_starts, strict=True):
+            products = [pltriton.dot(part, planes[r, b]) for b, part in enumerate(parts)]
             positive = _relu(functools.reduce(jnp.add, products), interpret)
-            score = jnp.sum(positive * weights[request, row][None, :], axis=1) * scale
-            inside = column < limit
+            score = jnp.sum(positive * weights[r][None, :], axis=1) * scale
+            inside = column < end
             if windows:
                 inside &= column >= start
-            out[request, row, pl.ds(p * page_size, page_size)] = jnp.where(inside, score, -jnp.inf).astype(
-                out.dtype
-            )
+            out[r, pl.ds(p * page_size, page_size)] = jnp.where(inside, score, -jnp.inf).astype(out.dtype)
         return carry
 
     def fill_page(p, carry):
-        for row in rows:
-            out[request, row, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, out.dtype)
+        for r in row:
+            out[r, pl.ds(p * page_size, page_size)] = jnp.full((page_size,), -jnp.inf, out.dtype)
         return carry
 
     if windows:

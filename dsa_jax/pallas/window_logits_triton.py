@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -48,38 +47,32 @@ def window_logits(
 
     FP4 keys are ``uint8[S, 64]`` packed codes with ``int32[S]`` scales; their q is the pair ``(uint8[N, H, 64],
     int32[N, H])``.
-    The result is copied once if S is no multiple of 64 or N none of a group's rows: 4 of 64 heads, and of 32 heads 8 if the
-    keys are FP8 and 4 if they are FP4.
+    The result is copied once if S is no multiple of 64.
     """
     (rows, heads), count = weights.shape, keys.shape[0]
     if not rows or not count:
         return jnp.full((rows, count), -jnp.inf, dtype)
     fp4 = isinstance(q, tuple)
     most = paged_logits_triton.rows_at_once(target_device(), heads=heads, page_size=PAGE, fp4=fp4)
-    n = min(max(most, 1), rows)
-    spare, rest = -rows % n, -count % PAGE
     starts, ends = jnp.clip(starts, 0, count), jnp.clip(ends, 0, count)
     starts, ends = jnp.where(starts < ends, starts, _NOWHERE), jnp.where(starts < ends, ends, 0)
-    starts = jnp.pad(starts, (0, spare), constant_values=_NOWHERE)
-
-    def grouped(x: Array) -> Array:
-        x = jnp.pad(x, ((0, rows + spare - x.shape[0]), *[(0, 0)] * (x.ndim - 1)))
-        return x.reshape(-1, n, *x.shape[1:])
 
     def paged(x: Array) -> Array:
-        x = jnp.pad(x, ((0, rest), *[(0, 0)] * (x.ndim - 1)))
+        x = jnp.pad(x, ((0, -count % PAGE), *[(0, 0)] * (x.ndim - 1)))
         return x.reshape(-1, PAGE, *x.shape[1:])
 
     scored = paged_logits_triton.score_groups(
-        jax.tree.map(grouped, q),
-        grouped(weights),
+        q,
+        weights,
         paged(keys),
         paged(scales),
         None,
-        jnp.concatenate([grouped(ends), grouped(starts)], axis=1),
+        ends,
+        starts,
+        rows=min(max(most, 1), rows),
         config=config,
         dtype=dtype,
         interpret=interpret,
         name="mqa_logits_triton",
     )
-    return scored[:rows, :count]
+    return scored[:, :count]

@@ -156,10 +156,9 @@ class Case:
         return np.unique([np.flatnonzero(kind)[-1] for kind in kinds if kind.any()])
 
     def run(self, implementation: Any, *, layer=None, few: bool = False):
-        """Append, select and attend with kernels; a card's Triton has none for contexts."""
+        """Append, select and attend with kernels."""
         attended = self.attended(few)
         q, weights = numbers(self.index_heads)
-        score: Any = (implementation, "xla") if self.meta.bucket.context_tokens else (implementation,)
         padded = lambda table, nothing: np.where(
             self.real.reshape(-1, *[1] * (table.ndim - 1)), table[self.ids], np.asarray(nothing, table.dtype)
         )
@@ -176,7 +175,7 @@ class Case:
         def step(traced, cache, meta, codes, weights, keys, latents, q):
             derived, layer_ = meta.derive(), self.layer if layer is None else traced
             cache = ops.append_index_k(cache, layer_, keys, derived, implementation="triton")
-            rows = ops.select_rows(codes, weights, cache, layer_, derived, K, implementation=score)
+            rows = ops.select_rows(codes, weights, cache, layer_, derived, K, implementation=implementation)
             latents = latents[:, :LATENT], latents[:, LATENT:]
             cache = ops.append_latent(cache, layer_, *latents, derived, implementation="triton")
             out, lse = ops.sparse_mla(

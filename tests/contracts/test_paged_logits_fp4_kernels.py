@@ -101,6 +101,22 @@ def test_ragged_batches(name, kernel):
     assert kernel == "triton" or not races_found()
 
 
+@pytest.mark.parametrize(("heads", "n", "page_size"), [(64, 5, 64), (32, 7, 16)])
+def test_contexts(heads, n, page_size):
+    """The rows of requests as tokens of contexts, more of a request than a group takes, between padding."""
+    arguments, expected = scenario(
+        (3 * page_size, 0, 1, page_size + 1), n=n, heads=heads, page_size=page_size, width=3
+    )
+    q, weights, keys, scales, table, limits = arguments
+    packed = lambda x: np.concatenate([x.reshape(-1, *x.shape[2:]), np.zeros_like(x[0, :2])])
+    owners = np.append(np.repeat(np.arange(4, dtype=np.int32), n), np.int32([-1, -1]))
+    context = (*jax.tree.map(packed, (q, weights)), keys, scales, table, owners, packed(limits))
+    call = jax.jit(functools.partial(paged_logits_triton.paged_logits_prefill, page_scale=SCALE))
+    got = np.asarray(call(*jax.tree.map(jnp.asarray, context), layer_offset=LAYER_OFFSET))
+    check(got[:-2], expected)
+    assert np.isneginf(got[-2:]).all()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("key_bytes", "query_bytes"), [(FAR, NEAR), (NEAR, FAR), (FAR, FAR)])
 def test_exponents_of_any_distance(kernel, key_bytes, query_bytes):

@@ -1,9 +1,10 @@
-"""Check and time the paged logits kernel: ``python -m benchmarks.kernel_check [--sweep] [--xla] [--json FILE]``.
+"""Check and time the paged logits kernel: ``python -m benchmarks.kernel_check [--sweep] [--xla] [--triton] [--json FILE]``.
 
 Without ``--sweep`` the library's own schedule is timed for every problem, with it several are compared. Every schedule is
 compared with the float32 reference, then all schedules of a problem are timed in one profile. Programs are compiled in
 threads while others are timed; the work plan is computed beforehand, as it is once per step in use. Rates are shown as
-shares of the copy rate measured at the start of the run. With ``--xla`` the reference is timed on every problem as well.
+shares of the copy rate measured at the start of the run. With ``--xla`` the reference is timed on every problem as well,
+with ``--triton`` the kernel for all cards.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, dif
 from benchmarks.timing import copy_rate, kernel_times
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
+from dsa_jax.pallas import paged_logits_triton as triton
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Config
 from dsa_jax.pallas.paged_logits_config import default_config, prefill_config
 
@@ -140,6 +142,7 @@ def time_problem(
     rounds: int,
     ceiling: float,
     with_xla: bool,
+    with_triton: bool = False,
 ) -> list[dict]:
     """Check and time the schedules of one problem; ``ceiling`` is the copy rate in TB/s."""
     if isinstance(problem, ContextProblem):
@@ -170,7 +173,13 @@ def time_problem(
         except Exception as error:  # one bad schedule must not cost the others their turn
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     launches = [functools.partial(run, repeats * len(tables)) for _, run in calls]
-    for (row, _), times in zip(calls, kernel_times(launches, KERNEL), strict=True):
+    timed = list(zip(calls, kernel_times(launches, KERNEL), strict=True))
+    if with_triton:
+        timed.append(_time_triton(problem, arrays, tables, facts, want, repeats))
+        rows.append(timed[-1][0][0])
+    for (row, _), times in timed:
+        if "error" in row:
+            continue
         row["kernel"] = statistics.median(times)
         row["tb_s"] = problem.bytes / row["kernel"] / 1e6
         row["tflop_s"] = problem.flops / row["kernel"] / 1e6
@@ -186,6 +195,25 @@ def time_problem(
     return rows
 
 
+def _time_triton(problem, arrays, tables, facts, want, repeats: int) -> tuple[tuple[dict, None], list[float]]:
+    """A row for the kernel for all cards, and its times."""
+    row: dict = {"problem": problem.name, "config": None}
+    try:
+        kernel = triton.paged_logits_prefill if len(facts) == 2 else triton.paged_logits_decode
+        call = jax.jit(functools.partial(kernel, page_scale=1, layer_offset=0))
+        diff, misplaced = difference(call(*arrays, tables[0], *facts), want)
+        row |= {"diff": float(diff), "misplaced": int(misplaced)}
+
+        def launch() -> None:
+            for i in range(repeats * len(tables)):
+                call(*arrays, tables[i % len(tables)], *facts)
+
+        return (row, None), kernel_times([launch], KERNEL + "_triton")[0]
+    except Exception as error:  # the other kernel's times are worth keeping
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        return (row, None), []
+
+
 def _run(program, arrays, tables, facts, plans, count: int):
     """Queue some calls, going through the page tables; returns the first table's result if there is one call."""
     for i in range(count):
@@ -195,11 +223,12 @@ def _run(program, arrays, tables, facts, plans, count: int):
 
 def line(row: dict) -> str:
     """One line of the table."""
-    c = row["config"]
-    name = (
-        f"{row['problem']:17} wg{c['compute_warpgroups']} st{c['stages'] or '-':>2} b{c['blocks_per_core']}"
-    )
-    name += f" c{c['product_columns']} g{c['group_columns']} {'f' if c['fence'] else '-'}"
+    c, name = row["config"], f"{row['problem']:17}"
+    if c is None:
+        name += " triton                   "
+    else:
+        name += f" wg{c['compute_warpgroups']} st{c['stages'] or '-':>2} b{c['blocks_per_core']}"
+        name += f" c{c['product_columns']} g{c['group_columns']} {'f' if c['fence'] else '-'}"
     if "error" in row:
         return f"{name} {row['error']}"
     good = (
@@ -223,6 +252,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="compare schedules and check ragged requests")
     parser.add_argument("--rounds", type=int, default=24, help="timed calls of every schedule")
     parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
+    parser.add_argument("--triton", action="store_true", help="time the kernel for all cards as well")
     options = parser.parse_args()
     start = time.perf_counter()
     timed = [(p, c if options.sweep else [default_for(p)]) for p, c in SWEEP if options.only in p.name]
@@ -256,7 +286,14 @@ def main() -> None:
                 continue
             peer = peers.get(problem.name, {})
             result["timed"] += time_problem(
-                problem, configs, futures, peer, options.rounds, ceiling, options.xla
+                problem,
+                configs,
+                futures,
+                peer,
+                options.rounds,
+                ceiling,
+                options.xla,
+                options.triton,
             )
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1))

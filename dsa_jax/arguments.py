@@ -61,14 +61,20 @@ def is_temperature(value: Any) -> bool:
     return is_number(value) and bool(0 <= value <= float(np.finfo(np.float32).max))
 
 
+def is_scale(value: Any) -> bool:
+    """Whether a value is a positive number that float32 holds as a normal one."""
+    limits = np.finfo(np.float32)
+    return is_number(value) and bool(float(limits.tiny) <= value <= float(limits.max))
+
+
 def is_mass(value: Any) -> bool:
     """Whether a value is a probability of more than 0, in float32, too: the smallest normal number up to 1."""
     return is_number(value) and bool(float(np.finfo(np.float32).tiny) <= value <= 1)
 
 
 def is_seed(value: Any) -> bool:
-    """Whether a value is a whole number that a JAX random key can be made from, which takes 64 bits."""
-    return is_whole(value) and -(2**63) <= value < 2**63
+    """Whether a value is a whole number of 32 bits: of more, JAX's random keys drop the rest unless it counts in 64."""
+    return is_whole(value) and 0 <= value < 2**32
 
 
 def plain(value: Any) -> Any:

@@ -206,7 +206,7 @@ class Cache:
                 f"{operation}: key_form {self.layout.key_form!r} has no {role} pages. Ask for Role.KEY."
             )
         # A traced layer cannot be checked; out of range it must not wrap or clamp into another layer's pages.
-        return offsets.at[layer].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+        return jnp.asarray(offsets).at[layer].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 
     def validate(self) -> None:
         """Check that every leaf is what the layout says.

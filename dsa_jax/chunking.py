@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dsa_jax.arguments import described, is_whole
+
 LARGEST_CHUNK = 32768
 """Tokens of a prefill chunk at most, unless said otherwise."""
 _LONG, _LONGER = 256 * 1024, 512 * 1024
@@ -67,20 +69,24 @@ def split_prefill_chunks(new_lens: Sequence[int], limit: int, first: int = 0) ->
     [[(0, 0, 3), (1, 0, 4)], [(2, 0, 7)], [(2, 7, 9)], [(3, 0, 2)]]
     """
     problems = []
-    if limit < 1:
-        problems.append(f"limit is {limit}, wanted at least 1 token")
+    if isinstance(new_lens, str | bytes) or not hasattr(new_lens, "__len__"):
+        problems.append(f"new_lens is {described(new_lens)}, wanted a number of new tokens for each request")
+        new_lens = ()
+    if not is_whole(limit) or limit < 1:
+        problems.append(f"limit is {described(limit)}, wanted at least 1 token")
     problems += [
-        f"request {r} has {length} new tokens, wanted at least 0"
+        f"request {r} has {described(length)} new tokens, wanted at least 0"
         for r, length in enumerate(new_lens)
-        if length < 0
+        if not is_whole(length) or length < 0
     ]
-    if not 0 <= first <= len(new_lens):
-        problems.append(f"first is {first}, wanted 0 to {len(new_lens)}")
+    if not is_whole(first) or not 0 <= first <= len(new_lens):
+        problems.append(f"first is {described(first)}, wanted 0 to {len(new_lens)}")
     if problems:
         raise ValueError(
             "split_prefill_chunks: " + "; ".join(problems) + ". Pass the contexts' new-token counts."
         )
 
+    new_lens, limit, first = [int(length) for length in new_lens], int(limit), int(first)
     chunks: list[Chunk] = []
     gathered: list[ChunkPart] = []
     offset = sum(new_lens[:first])

@@ -68,6 +68,8 @@ def unpack_pages(cache: Cache, role: Role, packed: Array) -> Cache:
             f"{page_size} tokens of {cache.layout.key_form}/{cache.layout.index_form}. Create the cache with the layout "
             "that the bytes were written with."
         )
+    if not isinstance(packed, Array):
+        packed = jnp.array(packed)  # a copy: the caller's buffer may be written into afterwards
     pages = {}
     tokens = packed.reshape(count, page_size, -1)
     for spec in specs:

@@ -81,12 +81,17 @@ def draft_metadata(
         target.bucket, table_width=draft_page_table.shape[1], next_n=next_n or target.bucket.next_n
     )
     return StepMetadata(
-        page_table=draft_page_table,
+        page_table=_own(draft_page_table),
         kv_lens=target.kv_lens,
-        new_lens=target.new_lens if new_lens is None else new_lens,
+        new_lens=target.new_lens if new_lens is None else _own(new_lens),
         layout=draft_layout,
         bucket=bucket,
     )
+
+
+def _own(array: Array) -> Array:
+    """The array itself, or a copy of NumPy's, which its owner may write into afterwards."""
+    return array if isinstance(array, Array) else jnp.array(array)
 
 
 def rewind(meta: StepMetadata, kept: Array) -> StepMetadata:
@@ -193,7 +198,8 @@ def accept_sampled(
     split = jax.vmap(jax.random.split)(keys)
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (count,)))(split[:, 0])
     # u < p/q without the division: a draft the target gives no mass is never kept, whatever q is.
-    accepted = _leading(uniform * q < p, draft_lens)
+    named = (drafts >= 0) & (drafts < target.shape[2])  # -1 would be read as the last token
+    accepted = _leading(named & (uniform * q < p), draft_lens)
 
     at = accepted[:, None, None]
     p_next = jnp.take_along_axis(target, at, axis=1)[:, 0]
@@ -212,7 +218,8 @@ def probabilities(logits: Array, temperature: Array | float, top_p: Array | floa
 
     Args:
         logits: ``float32[..., V]``.
-        temperature: positive; 0 puts all mass on the best token, the lowest id among equals.
+        temperature: positive; 0, and anything below float32's smallest normal number, puts all mass on the best token, the
+            lowest id among equals.
         top_p: in (0, 1]; tokens are taken by falling probability, lower ids first among equals, until their mass reaches it.
             None keeps all tokens without sorting them.
 
@@ -224,7 +231,8 @@ def probabilities(logits: Array, temperature: Array | float, top_p: Array | floa
     """
     _check_probabilities(logits, temperature, top_p)
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
-    p = jax.nn.softmax(logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
+    warm, scaled = over_temperature(logits, temperature)
+    p = jax.nn.softmax(scaled, axis=-1)
     if top_p is not None:
         order = jnp.argsort(-p, axis=-1, stable=True)
         ranked = jnp.take_along_axis(p, order, axis=-1)
@@ -232,7 +240,19 @@ def probabilities(logits: Array, temperature: Array | float, top_p: Array | floa
         kept = jnp.where(before < top_p, ranked, 0.0)
         p = jnp.put_along_axis(jnp.zeros_like(p), order, kept, axis=-1, inplace=False)
         p = p / jnp.sum(p, axis=-1, keepdims=True)
-    return jnp.where(temperature > 0, p, greedy)
+    return jnp.where(warm, p, greedy)
+
+
+def over_temperature(logits: Array, temperature: Array | float) -> tuple[Array, Array]:
+    """Whether to draw at all, and logits that differ by ``logits / temperature`` and are finite where the best one is.
+
+    The best logit becomes 0 first: divided by a small temperature, all that differ much would be infinite, and nothing could
+    be said of them. A temperature below the smallest normal float32 counts as 0, as it does in a program on any device.
+    """
+    temperature = jnp.asarray(temperature, jnp.float32)
+    warm = temperature >= np.finfo(np.float32).tiny
+    logits = logits.astype(jnp.float32)
+    return warm, (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(warm, temperature, 1.0)
 
 
 def _each_len(operation: str, meta: StepMetadata, name: str, lens: Any) -> Array:
@@ -241,12 +261,25 @@ def _each_len(operation: str, meta: StepMetadata, name: str, lens: Any) -> Array
     wanted = meta.new_lens.shape
     known = hasattr(lens, "shape") and hasattr(lens, "dtype")
     each = known and lens.shape in ((), wanted) and jnp.issubdtype(lens.dtype, jnp.integer)
-    if not each and not (is_whole(lens) and abs(lens) < 2**31):
+    if is_whole(lens):
+        each = 0 <= int(lens) < 2**31
+    elif each and isinstance(lens, np.ndarray):
+        each = int(lens.min(initial=0)) >= 0 and int(lens.max(initial=0)) < 2**31
+    elif each:  # values on a device are not looked at
+        each = jnp.iinfo(lens.dtype).max < 2**31
+    if not each:
         raise ValueError(
-            f"{operation}: {name} is {described(lens)}, wanted int32{list(wanted)}. Give the tokens of each request, unused "
-            "places included."
+            f"{operation}: {name} is {_with_values(lens)}, wanted int32{list(wanted)}, none negative. Give the tokens of "
+            "each request, unused places included."
         )
     return jnp.broadcast_to(jnp.asarray(lens, jnp.int32), wanted)
+
+
+def _with_values(lens: Any) -> str:
+    """What came; of a NumPy array the values as well, which are what is wrong with it if its dtype is not."""
+    return (
+        f"{described(lens)} {described(lens.tolist())}" if isinstance(lens, np.ndarray) else described(lens)
+    )
 
 
 def _next_n_problems(next_n: Any) -> list[str]:

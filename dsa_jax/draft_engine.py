@@ -21,7 +21,7 @@ from dsa_jax import loops
 from dsa_jax.arguments import described, is_whole
 from dsa_jax.cache import Cache
 from dsa_jax.draft import draft_metadata
-from dsa_jax.engine import Engine, Generated, padded, reserve, table_array, token_ids
+from dsa_jax.engine import Engine, Generated, alive, padded, reserve, table_array, token_ids
 from dsa_jax.layout import CacheLayout
 from dsa_jax.loops import DraftBatch, Sampling, speculative_loop
 from dsa_jax.metadata import StepMetadata
@@ -99,7 +99,7 @@ class DraftEngine(Engine):
         begin = time.perf_counter()
         logits, states = self._run_both([], [], [], [], [], [], [])
         self._draw(logits, [], [], [], 0.0, jax.random.key(0))
-        count = self.block if tokens is None else self._block(tokens)[0]
+        count = self.block if tokens is None else self._block(int(tokens))[0]
         if count:
             batch = self._batch([], [], [], np.asarray(states), [])
             self._write(batch, self._draft_table([]), count, sampling)
@@ -112,6 +112,10 @@ class DraftEngine(Engine):
             problems.append(f"drafts is {described(self.drafts)}; wanted 1 to {MOST_DRAFTS}")
         sizes = self._too_small("draft_slots", "block")
         return problems + sizes + self._of_another_kind("draft", "draft_layout")
+
+    @property
+    def _whole(self) -> tuple[str, ...]:
+        return *super()._whole, "draft_slots", "block", "drafts"
 
     def _longest(self) -> int:
         # A block may be longer than what is left to write, and its last turn verifies drafts that are then dropped.
@@ -210,15 +214,16 @@ class DraftEngine(Engine):
         """Logits of a prefill step, and the main model's state at the last token of each piece."""
         bucket = self.prefill_bucket
         meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens)
-        (self.cache, self.draft_cache), logits, states = self._prefill_both(
-            self.params,
-            (self.cache, self.draft_cache),
-            meta,
-            self._draft_table(draft_tables),
-            padded(tokens, bucket.tokens),
-            padded(following, bucket.tokens),
-            padded(ends, self.max_requests),
-        )
+        with self._kept():
+            (self.cache, self.draft_cache), logits, states = self._prefill_both(
+                self.params,
+                (self.cache, self.draft_cache),
+                meta,
+                self._draft_table(draft_tables),
+                padded(tokens, bucket.tokens),
+                padded(following, bucket.tokens),
+                padded(ends, self.max_requests),
+            )
         return logits, states
 
     def _prefill_step(
@@ -251,8 +256,13 @@ class DraftEngine(Engine):
 
     def _write(self, batch: DraftBatch, table: Array, count: int, sampling: Sampling):
         """Run the loop; the batch after it, and what it wrote."""
-        caches, batch, written = self._loop(
-            self.params, (self.cache, self.draft_cache), batch, table, count, sampling
-        )
-        self.cache, self.draft_cache = caches
+        with self._kept():
+            caches, batch, written = self._loop(
+                self.params, (self.cache, self.draft_cache), batch, table, count, sampling
+            )
+            self.cache, self.draft_cache = caches
         return batch, written
+
+    def _restore(self) -> None:
+        super()._restore()
+        self.draft_cache = alive(self.draft_cache, self.draft_slots)

@@ -6,6 +6,7 @@ buckets, one for prefill chunks and one for decoding, so that each is traced onc
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from jax import Array
 
 from dsa_jax.arguments import described, is_seed, is_temperature, is_whole, plain
 from dsa_jax.cache import Cache
+from dsa_jax.draft import over_temperature
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.pages import OutOfPages, PagePoolState, free, grow
@@ -98,6 +100,8 @@ class Engine:
                 f"{type(self).__name__}: " + "; ".join(problems) + ". Pass positive sizes, layouts from "
                 "CacheLayout.create(...) and functions for a step and a draft."
             )
+        for name in self._whole:
+            setattr(self, name, int(getattr(self, name)))
         width = -(-self._longest() // self.layout.page_size)
         self.prefill_bucket = Bucket(
             context_requests=self.max_requests, context_tokens=self.prefill_chunk, table_width=width
@@ -107,6 +111,12 @@ class Engine:
         self.pool = PagePoolState.create(self.slots, self.layout.page_size)
         self._step = jax.jit(self.step, donate_argnums=(1,))
         self._sample = jax.jit(sample)
+        self._losses = 0
+
+    @property
+    def _whole(self) -> tuple[str, ...]:
+        """Fields that are whole numbers, and become Python ints: NumPy's would overflow in what is made of them."""
+        return "slots", "max_requests", "max_length", "prefill_chunk"
 
     def _size_problems(self) -> list[str]:
         sizes = self._too_small("slots", "max_requests", "max_length", "prefill_chunk")
@@ -184,18 +194,24 @@ class Engine:
         problems = []
         if not is_seed(seed):
             problems.append(
-                f"seed is {described(seed)}, wanted a whole number of 64 bits: pass 0, or one of yours"
+                f"seed is {described(seed)}, wanted a whole number from 0 to 2**32 - 1: pass 0, or one of yours"
             )
         if isinstance(ends, str):
             problems.append(f"stop is {described(stop)}, which {ends}: pass a list of ids, [] for none")
         copies = self._checked(prompts, tokens, temperature, problems)
-        return self._reserve_and_run(copies, tokens, temperature, jax.random.key(seed), frozenset(ends))
+        return self._reserve_and_run(copies, int(tokens), temperature, jax.random.key(seed), frozenset(ends))
 
     def _reserve_and_run(self, prompts, tokens, temperature, key, stop) -> Iterator[Generated]:
         names = [object() for _ in prompts]  # names of this run alone: runs may interleave
         tables = self._reserve(names, [self._positions(prompt, tokens) for prompt in prompts])
+        losses = self._losses
         try:
-            yield from self._run_prompts(prompts, tables, tokens, temperature, key, stop)
+            for made in self._run_prompts(prompts, tables, tokens, temperature, key, stop):
+                yield made
+                if self._losses != losses:
+                    raise RuntimeError(
+                        "generate: the cache with this run's text was lost when a step of another run failed. Try again."
+                    )
         finally:
             self._release(names)
 
@@ -283,8 +299,29 @@ class Engine:
 
     def _run(self, bucket: Bucket, tables, kv_lens, new_lens, tokens) -> Array:
         meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens)
-        self.cache, logits = self._step(self.params, self.cache, meta, padded(tokens, bucket.tokens))
+        with self._kept():
+            self.cache, logits = self._step(self.params, self.cache, meta, padded(tokens, bucket.tokens))
+        if logits.ndim != 2 or logits.shape[0] != bucket.tokens:
+            raise ValueError(
+                f"{type(self).__name__}: step returned logits {described(logits)}, wanted float32[{bucket.tokens}, V]. "
+                "Return a row for each token place of the bucket."
+            )
         return logits
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """A step that fails takes the cache that was donated to it along: the engine goes on with an empty one."""
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Make what a failed step has taken along anew; other runs that were in the middle of their text are told."""
+        cache = alive(self.cache, self.slots)
+        self._losses += cache is not self.cache
+        self.cache = cache
 
     def _draw(self, logits, rows, requests, positions, temperature, key) -> list[int]:
         count = len(requests)
@@ -308,6 +345,7 @@ class Engine:
             ValueError: naming ``problems`` and those that are found here.
         """
         whole = is_whole(tokens)
+        tokens = int(tokens) if whole else tokens
         if not whole or tokens < 1:
             problems.append(
                 f"tokens is {described(tokens)}, wanted {'' if whole else 'a whole number of '}at least 1"
@@ -375,6 +413,12 @@ class Engine:
         ]
 
 
+def alive(cache: Cache, slots: int) -> Cache:
+    """The cache, or an empty one like it if its pools are gone. Nothing in it outlives the run that failed."""
+    gone = any(pool.is_deleted() for pool in jax.tree.leaves(cache))
+    return Cache.create(cache.layout, slots) if gone else cache
+
+
 def token_ids(values: Any) -> list[int] | str:
     """Token ids as Python integers, or what is wrong with them, in words that follow "which"."""
     if isinstance(values, str | bytes):
@@ -438,6 +482,6 @@ def sample(logits: Array, rows: Array, key: Array, stream: Array, temperature: A
     """
     chosen = logits[rows]
     keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.fold_in(key, s[0]), s[1]))(stream)
-    scaled = chosen / jnp.where(temperature > 0, temperature, 1.0)
+    warm, scaled = over_temperature(chosen, temperature)
     drawn = jax.vmap(jax.random.categorical)(keys, scaled)
-    return jnp.where(temperature > 0, drawn, jnp.argmax(chosen, axis=-1)).astype(jnp.int32)
+    return jnp.where(warm, drawn, jnp.argmax(chosen, axis=-1)).astype(jnp.int32)

@@ -14,130 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dsa_jax.arguments import (
-    FLOATS,
-    described,
-    expect,
-    is_mass,
-    is_seed,
-    is_temperature,
-    is_whole,
-    misfit,
-    plain,
-)
+from dsa_jax.arguments import FLOATS, described, expect, is_whole, misfit
 from dsa_jax.cache import Cache
-from dsa_jax.compat import is_traced
-from dsa_jax.draft import accept_greedy, accept_sampled, advance, draft_metadata, probabilities, rewind
+from dsa_jax.draft import advance, draft_metadata, rewind
 from dsa_jax.metadata import StepMetadata
+from dsa_jax.sampling import Sampling
 
 Step = Callable[[Any, Cache, StepMetadata, Array], tuple[Cache, Array, Array]]
 """``(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model."""
 Draft = Callable[..., tuple[Cache, Array, Array, Array]]
 """``(params, cache, metadata, tokens, hidden, rows=None) -> (cache, logits, hidden, rows)`` of the prediction layer."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn.
-
-    What is None is known when a loop is traced, and costs nothing in it: no softmax, no random numbers, no sort.
-
-    Attributes:
-        key: JAX random key; a draw depends on it, the request's place and its position alone.
-        temperature: ``float32`` scalar; None (and 0, for programs of any temperature) takes the best token, the lowest id
-            among equals.
-        top_p: ``float32`` scalar in (0, 1]; None for all tokens.
-        stop: ``int32[S]`` tokens that end a request; they are part of the output.
-    """
-
-    key: Array
-    temperature: Array | None
-    top_p: Array | None
-    stop: Array
-
-    @classmethod
-    def create(
-        cls, seed: int = 0, temperature: float = 0.0, top_p: float = 1.0, stop: tuple[int, ...] = ()
-    ) -> Sampling:
-        """Sampling from plain numbers; temperature 0 and top_p 1 become None.
-
-        Raises:
-            ValueError: for a temperature that is negative or not finite, a top_p outside (0, 1], a seed that takes more
-                than 64 bits, stop tokens that are no ids, and anything that is no number.
-        """
-        problems = []
-        if not is_traced(temperature) and not is_traced(top_p):
-            temperature, top_p = plain(temperature), plain(top_p)
-        if not is_temperature(temperature):
-            problems.append(f"temperature is {described(temperature)}, wanted a finite number of at least 0")
-        if not is_mass(top_p):
-            problems.append(f"top_p is {described(top_p)}, wanted a number of more than 0 up to 1")
-        # A traced seed is fine: it becomes a key in the program.
-        if not is_traced(seed) and not is_seed(plain(seed)):
-            problems.append(f"seed is {described(seed)}, wanted a whole number of 64 bits")
-        ids = _stop_ids(stop)
-        if ids is None:
-            problems.append(f"stop is {described(stop)}, wanted token ids such as (2, 5)")
-        if problems:
-            raise ValueError(
-                "Sampling: "
-                + "; ".join(problems)
-                + ". Use temperature 0 for the best token, top_p 1 for all tokens and "
-                "stop () for no end."
-            )
-        return cls(
-            key=jax.random.key(seed),
-            temperature=jnp.float32(temperature) if temperature else None,
-            top_p=jnp.float32(top_p) if top_p < 1 else None,
-            stop=jnp.array(ids, jnp.int32),
-        )
-
-    def keys(self, positions: Array, stream: int = 0) -> Array:
-        """One key per request for the token at ``positions`` (``int32[R]``)."""
-        key = jax.random.fold_in(self.key, stream)
-        place = jnp.arange(positions.shape[0], dtype=jnp.int32)
-        return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(key, r), p))(place, positions)
-
-    def draw(self, logits: Array, positions: Array, stream: int = 0) -> tuple[Array, Array | None]:
-        """One token for each request, and what it was drawn from.
-
-        Args:
-            logits: ``float32[R, V]``.
-            positions: ``int32[R]`` of the tokens before the drawn ones.
-            stream: tells apart what is drawn for the same position.
-
-        Returns:
-            ``int32[R]`` and ``float32[R, V]`` probabilities, None where the best token is taken.
-        """
-        if self.temperature is None:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-        p = probabilities(logits, self.temperature, self.top_p)
-        return jax.vmap(jax.random.categorical)(self.keys(positions, stream), jnp.log(p)).astype(jnp.int32), p
-
-    def accept(
-        self, logits: Array, positions: Array, drafts: Array, given: Array | None
-    ) -> tuple[Array, Array]:
-        """How many drafts of each request to keep, and the token after them.
-
-        Args:
-            logits: ``float32[R, m + 1, V]`` of the target.
-            positions: ``int32[R]`` that the draws depend on.
-            drafts: ``int32[R, m]`` from ``draw``.
-            given: ``float32[R, m, V]`` that they were drawn from, None where the best token is taken.
-
-        Returns:
-            ``int32[R]`` accepted drafts and ``int32[R]``, the token after them.
-        """
-        every = jnp.full(drafts.shape[:1], drafts.shape[1], jnp.int32)
-        if self.temperature is None or given is None:
-            return accept_greedy(logits, drafts, every)
-        target = probabilities(logits, self.temperature, self.top_p)
-        return accept_sampled(self.keys(positions), target, given, drafts, every)
-
-    def stops(self, tokens: Array) -> Array:
-        """Which of ``int32[...]`` tokens end their request."""
-        return jnp.any(tokens[..., None] == self.stop.reshape((1,) * tokens.ndim + (-1,)), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -265,7 +151,7 @@ def decode_loop(
         live = batch.live.astype(jnp.int32)
         meta = advance(batch.meta, live)
         tokens = jnp.pad(batch.last[:, None], ((0, 0), (0, places - 1))).reshape(-1)
-        cache, logits, _ = step(params, cache, meta, tokens)
+        cache, logits, _ = _result("decode_loop", "step", step(params, cache, meta, tokens), tokens)
         token, _ = sampling.draw(logits.reshape(requests, places, -1)[:, 0], meta.kv_lens)
         written = written.at[:, i].set(jnp.where(batch.live, token, -1))
         last = jnp.where(batch.live, token, batch.last)
@@ -353,14 +239,17 @@ def speculative_loop(
         meta = draft_metadata(batch.meta, cache.layout, draft_table, batch.meta.new_lens * live)
         newest = jnp.maximum(batch.meta.new_lens - 1, 0)
         flat = batch.hidden.reshape(requests * places, -1)
-        cache, logits, states, rows = draft(params, cache, meta, batch.following.reshape(-1), flat, None)
+        following = batch.following.reshape(-1)
+        drafted = draft(params, cache, meta, following, flat, None)
+        cache, logits, states, rows = _result("speculative_loop", "draft", drafted, following)
         logits, state, rows = (_at(x.reshape(requests, places, -1), newest) for x in (logits, states, rows))
         tokens, given = [], []
         for number in range(drafts):
             if number:
                 meta = advance(meta, live, next_n=1)
                 reused = rows if share_selection else None
-                cache, logits, state, _ = draft(params, cache, meta, tokens[-1], state, reused)
+                drafted = draft(params, cache, meta, tokens[-1], state, reused)
+                cache, logits, state, _ = _result("speculative_loop", "draft", drafted, tokens[-1])
             token, p = sampling.draw(logits, meta.kv_lens, stream=1 + number)
             tokens.append(token)
             given.append(p)
@@ -373,7 +262,8 @@ def speculative_loop(
         live = batch.live.astype(jnp.int32)
         meta = advance(batch.meta, live * places)
         tokens = jnp.concatenate([batch.last[:, None], proposed], axis=1)
-        cache, logits, hidden = step(params, cache, meta, tokens.reshape(-1))
+        stepped = step(params, cache, meta, tokens.reshape(-1))
+        cache, logits, hidden = _result("speculative_loop", "step", stepped, tokens.reshape(-1))
         logits = logits.reshape(requests, places, -1)
         accepted, token = sampling.accept(logits, meta.kv_lens, proposed, given)
 
@@ -422,12 +312,28 @@ def _at(array: Array, index: Array) -> Array:
 _FIX_CACHE = "Pass what Cache.create(layout, slots) or another loop returned."
 
 
-def _stop_ids(stop: Any) -> list[int] | None:
-    """Token ids of any iterable of whole numbers that fit int32; None for anything else."""
-    if isinstance(stop, str | bytes) or not hasattr(stop, "__iter__") or getattr(stop, "shape", None) == ():
-        return None
-    ids = [plain(token) for token in stop]
-    return ids if all(is_whole(token) and -(2**31) <= token < 2**31 for token in ids) else None
+_PARTS = {"step": ("cache", "logits", "hidden"), "draft": ("cache", "logits", "hidden", "rows")}
+
+
+def _result(operation: str, name: str, result: Any, tokens: Array) -> Any:
+    """What a step or a draft returned, if it has every part, with a row for each token place; ValueError otherwise."""
+    wanted = _PARTS[name]
+    if not isinstance(result, tuple | list) or len(result) != len(wanted):
+        came = f"{len(result)} values" if isinstance(result, tuple | list) else described(result)
+        raise ValueError(
+            f"{operation}: {name} returned {came}, wanted ({', '.join(wanted)}). Pass what make_speculative returned, or "
+            "one of the same results."
+        )
+    problems = [
+        f"{part} {described(value)}, wanted {tokens.shape[0]} rows"
+        for part, value in zip(wanted[1:], result[1:], strict=True)
+        if len(getattr(value, "shape", ())) < 2 or value.shape[0] != tokens.shape[0]
+    ]
+    if problems:
+        raise ValueError(
+            f"{operation}: {name} returned {'; '.join(problems)}. Return a row for each of the tokens that it is given."
+        )
+    return result
 
 
 def _listed(caches: Any) -> str:

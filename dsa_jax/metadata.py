@@ -42,6 +42,12 @@ class Bucket:
     table_width: int
     gathered_keys: int = 0
 
+    def __post_init__(self) -> None:
+        """NumPy's integers would overflow in what is made of the sizes; `validate` refuses what is no number."""
+        for name, value in vars(self).items():
+            if type(value) is not int and is_whole(value):
+                object.__setattr__(self, name, int(value))
+
     @property
     def requests(self) -> int:
         """R, all request places."""
@@ -58,6 +64,11 @@ class Bucket:
             f"{name} is {described(value)}; wanted a whole number"
             for name, value in vars(self).items()
             if type(value) is not int and not is_whole(value)
+        ]
+        problems += [
+            f"{name} is {value}; wanted less than 2**31"
+            for name, value in vars(self).items()
+            if is_whole(value) and value >= 2**31
         ]
         if problems:
             raise ValueError("Bucket: " + "; ".join(problems) + ". Choose sizes that hold the batch.")
@@ -379,9 +390,10 @@ def _check_shapes(meta: StepMetadata) -> None:
 def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) -> None:
     """Raise ValueError listing every request that makes no sense. Whole arrays first: a step that is right costs no loop."""
     contexts, page_size = bucket.context_requests, layout.page_size
-    held = np.arange(table.shape[1], dtype=np.int32)[None, :] * page_size < kv_lens[:, None]
+    held = np.arange(table.shape[1], dtype=np.int64)[None, :] * page_size < kv_lens[:, None]
     gaps = (held & (table < 0)).any(axis=1)
-    wrong = (new_lens < 0) | (new_lens > kv_lens) | gaps | (kv_lens > table.shape[1] * page_size)
+    far = (held & (table > (2**31 - 1) // page_size)).any(axis=1)
+    wrong = (new_lens < 0) | (new_lens > kv_lens) | gaps | far | (kv_lens > table.shape[1] * page_size)
     wrong[contexts:] |= new_lens[contexts:] > bucket.next_n
     problems = []
     for r in np.flatnonzero(wrong).tolist():
@@ -396,6 +408,11 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
             )
         elif gaps[r]:
             problems.append(f"request {r} of {kv} tokens needs {pages} pages, its table has a gap")
+        elif far[r]:
+            problems.append(
+                f"request {r} has slot {int(table[r][held[r]].max())}, whose cache rows int32 cannot count; wanted at most "
+                f"{(2**31 - 1) // page_size} with pages of {page_size} tokens"
+            )
         if r >= contexts and new > bucket.next_n:
             problems.append(f"decode request {r} adds {new} tokens, next_n is {bucket.next_n}")
     problems += _shared_writes(table, held, kv_lens, new_lens, page_size)
@@ -416,7 +433,7 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
 def _shared_writes(table, held, kv_lens, new_lens, page_size: int) -> list[str]:
     """Pages may be shared, but a page that receives a token must be one request's alone, once."""
     held = held & (table >= 0)
-    ends = (np.arange(table.shape[1], dtype=np.int32)[None, :] + 1) * page_size
+    ends = (np.arange(table.shape[1], dtype=np.int64)[None, :] + 1) * page_size
     written = held & (ends > np.where(new_lens > 0, kv_lens - new_lens, 2**31 - 1)[:, None])
     slots = table[written]
     if _held_once(table, held, slots):

@@ -12,11 +12,11 @@ from dsa_jax.layout_text import text_table
 from dsa_jax.sizing import (
     MOST_BYTES,
     SCORE_BUDGET,
-    check_whole,
     pages_per_seq,
     quota_for_slots,
     rows_per_chunk,
     slots_for_quota,
+    whole_numbers,
 )
 
 
@@ -154,7 +154,9 @@ def plan(
     """
     expect("plan", "config", config, DSAConfig, FIX_CONFIG)
     context = config.max_position_embeddings if context is None else context
-    check_whole("plan", batch=batch, context=context, extra_tokens=extra_tokens, chunk_tokens=chunk_tokens)
+    batch, context, extra_tokens, chunk_tokens = whole_numbers(
+        "plan", batch=batch, context=context, extra_tokens=extra_tokens, chunk_tokens=chunk_tokens
+    )
     gpu_memory, weight_bytes, score_budget, grain_bytes = _whole_bytes(
         gpu_memory=gpu_memory, weight_bytes=weight_bytes, score_budget=score_budget, grain_bytes=grain_bytes
     )

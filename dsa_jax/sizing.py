@@ -26,15 +26,16 @@ MOST_BYTES = 2**63 - 1
 """Bytes that any device can count."""
 
 
-def check_whole(operation: str, **values: Any) -> None:
-    """Refuses numbers that are not whole: counts of bytes, tokens, slots and the like.
+def whole_numbers(operation: str, **values: Any) -> list[int]:
+    """Counts of bytes, tokens, slots and the like as Python ints: a NumPy integer would overflow in what is made of it.
 
     Raises:
-        ValueError: naming every one of them.
+        ValueError: naming every one that is no whole number.
     """
     problems = [f"{name}={described(value)}" for name, value in values.items() if not is_whole(value)]
     if problems:
         raise ValueError(f"{operation}: {', '.join(problems)} must be a whole number; pass a Python int")
+    return [int(value) for value in values.values()]
 
 
 def pages_per_seq(max_len: int, page_size: int, *, extra_tokens: int = 0) -> int:
@@ -49,7 +50,9 @@ def pages_per_seq(max_len: int, page_size: int, *, extra_tokens: int = 0) -> int
     Raises:
         ValueError: a number is negative, or `page_size` is not positive.
     """
-    check_whole("pages_per_seq", max_len=max_len, page_size=page_size, extra_tokens=extra_tokens)
+    max_len, page_size, extra_tokens = whole_numbers(
+        "pages_per_seq", max_len=max_len, page_size=page_size, extra_tokens=extra_tokens
+    )
     if max_len < 0 or extra_tokens < 0 or page_size < 1:
         raise ValueError(
             f"pages_per_seq: max_len={max_len} and extra_tokens={extra_tokens} must not be negative and "
@@ -69,7 +72,9 @@ def rows_per_chunk(budget_bytes: int, keys: int, bytes_per_score: int = 4) -> in
     Raises:
         ValueError: an argument is not positive.
     """
-    check_whole("rows_per_chunk", budget_bytes=budget_bytes, keys=keys, bytes_per_score=bytes_per_score)
+    budget_bytes, keys, bytes_per_score = whole_numbers(
+        "rows_per_chunk", budget_bytes=budget_bytes, keys=keys, bytes_per_score=bytes_per_score
+    )
     if budget_bytes < 1 or keys < 1 or bytes_per_score < 1:
         raise ValueError(
             f"rows_per_chunk: budget_bytes={budget_bytes}, keys={keys} and bytes_per_score={bytes_per_score} "
@@ -136,7 +141,7 @@ def static_cost(
             "static_cost: layers and num_layers are both given; pass num_layers for a draft cache only"
         )
     if num_layers is not None:
-        check_whole("static_cost", num_layers=num_layers)
+        (num_layers,) = whole_numbers("static_cost", num_layers=num_layers)
         if num_layers < 0:
             raise ValueError(
                 f"static_cost: num_layers={num_layers} must not be negative; pass the layers of a draft cache"
@@ -161,13 +166,13 @@ def layout_cost(layout: CacheLayout) -> CacheCost:
 
 def quota_for_tokens(layouts: CacheLayout | Sequence[CacheLayout], tokens: int) -> int:
     """Bytes that hold `tokens` tokens of context in every one of the layouts, without rounding to pages."""
-    check_whole("quota_for_tokens", tokens=tokens)
+    (tokens,) = whole_numbers("quota_for_tokens", tokens=tokens)
     return sum(layout.bytes_per_token for layout in _listed("quota_for_tokens", layouts)) * tokens
 
 
 def tokens_for_quota(layouts: CacheLayout | Sequence[CacheLayout], quota_bytes: int) -> int:
     """Tokens that a quota holds in every one of the layouts, without rounding to pages."""
-    check_whole("tokens_for_quota", quota_bytes=quota_bytes)
+    (quota_bytes,) = whole_numbers("tokens_for_quota", quota_bytes=quota_bytes)
     return max(quota_bytes, 0) // sum(
         layout.bytes_per_token for layout in _listed("tokens_for_quota", layouts)
     )
@@ -184,7 +189,7 @@ def quota_for_slots(layouts: CacheLayout | Sequence[CacheLayout], slots: int, *,
     Raises:
         ValueError: `slots` is negative or `grain_bytes` is not positive.
     """
-    check_whole("quota_for_slots", slots=slots, grain_bytes=grain_bytes)
+    slots, grain_bytes = whole_numbers("quota_for_slots", slots=slots, grain_bytes=grain_bytes)
     if slots < 0 or grain_bytes < 1:
         raise ValueError(
             f"quota_for_slots: slots={slots} must be >= 0 and grain_bytes={grain_bytes} at least 1"
@@ -210,7 +215,9 @@ def slots_for_quota(
         ValueError: `grain_bytes` is not positive.
     """
     listed = _listed("slots_for_quota", layouts)
-    check_whole("slots_for_quota", quota_bytes=quota_bytes)
+    quota_bytes, grain_bytes = whole_numbers(
+        "slots_for_quota", quota_bytes=quota_bytes, grain_bytes=grain_bytes
+    )
     quota_for_slots(listed, 0, grain_bytes=grain_bytes)  # refuses a wrong grain
     quota = max(quota_bytes, 0) // grain_bytes * grain_bytes
     low, high = 0, quota // sum(layout.bytes_per_slot for layout in listed)
@@ -244,16 +251,18 @@ def cache_quota(
     if max_tokens is None and max_bytes is None:
         raise ValueError("cache_quota: neither max_tokens nor max_bytes is given; pass at least one of them")
     limits = {name: v for name, v in (("max_tokens", max_tokens), ("max_bytes", max_bytes)) if v is not None}
-    check_whole("cache_quota", **limits)
+    limits = dict(zip(limits, whole_numbers("cache_quota", **limits), strict=True))
     problems = [f"{name}={value} must be positive" for name, value in limits.items() if value < 1]
     if not is_number(usable_fraction) or not 0 < usable_fraction <= 1:
         problems.append(f"usable_fraction={described(usable_fraction)} must lie above 0 and at most at 1")
     if problems:
         raise ValueError("cache_quota: " + "; ".join(problems))
-    quotas = [] if max_bytes is None else [max_bytes]
-    if max_tokens is not None:
+    quotas = [limits["max_bytes"]] if "max_bytes" in limits else []
+    if "max_tokens" in limits:
         # A fraction of its decimal form: 0.95 means 95/100, and byte counts pass what a float holds exactly.
-        quotas.append(math.ceil(quota_for_tokens(layouts, max_tokens) / Fraction(str(usable_fraction))))
+        quotas.append(
+            math.ceil(quota_for_tokens(layouts, limits["max_tokens"]) / Fraction(str(usable_fraction)))
+        )
     return min(quotas)
 
 

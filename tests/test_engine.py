@@ -232,3 +232,70 @@ def test_sizes_are_checked():
         ValueError, match="Engine: slots is 0; wanted at least 1; prefill_chunk is -2.*Pass positive sizes"
     ):
         engine(slots=0, prefill_chunk=-2)
+
+
+# --- steps that fail -----------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """The toy step, which raises inside of the program when it is told to."""
+
+    def __init__(self):
+        self.fails = False
+
+    def __call__(self, params, cache, meta, tokens):
+        def look(value):
+            if self.fails:
+                raise RuntimeError("planted")
+            return value
+
+        cache, logits = toy_step(params, cache, meta, tokens)
+        return cache, jax.pure_callback(look, jax.ShapeDtypeStruct(logits.shape, logits.dtype), logits)
+
+
+def test_an_engine_outlives_a_step_that_failed():
+    """The cache was donated to the step and is gone with it; pages and text of later runs are right all the same."""
+    step = Failing()
+    run = engine(step=step)
+    assert texts(run.generate(PROMPTS[:1], 4), 1) == [reference(PROMPTS[0], 4)]
+    step.fails = True
+    with pytest.raises(Exception, match="planted"):
+        list(run.generate(PROMPTS[:1], 4))
+    step.fails = False
+    assert run.pool.free_slots == 16
+    assert texts(run.generate(PROMPTS, 4), 3) == [reference(p, 4) for p in PROMPTS]
+
+
+def test_a_run_whose_text_was_lost_says_so():
+    """Another run's step failed and took the cache along: to go on would write from empty pages."""
+    step = Failing()
+    run = engine(step=step)
+    first = run.generate(PROMPTS[:1], 4)
+    next(first)
+    step.fails = True
+    with pytest.raises(Exception, match="planted"):
+        list(run.generate(PROMPTS[1:2], 4))
+    step.fails = False
+    with pytest.raises(RuntimeError, match="the cache with this run's text was lost"):
+        next(first)
+    assert run.pool.free_slots == 16
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_of_other_rows_are_refused(rows):
+    """A row for each request instead of each token place gave requests each other's tokens."""
+
+    def last_only(params, cache, meta, tokens):
+        cache, logits = toy_step(params, cache, meta, tokens)
+        return cache, logits[:rows]
+
+    with pytest.raises(
+        ValueError, match=rf"step returned logits float32\[{rows}, 101\], wanted float32\[6, V\]"
+    ):
+        list(engine(step=last_only).generate(PROMPTS, 4))
+
+
+def test_sizes_of_numpy_do_not_overflow():
+    run = engine(max_length=np.uint32(24), slots=np.int8(100), max_requests=np.int8(3))
+    assert run.decode_bucket.table_width == 6
+    assert texts(run.generate(PROMPTS, np.int8(8)), 3) == [reference(p, 8) for p in PROMPTS]

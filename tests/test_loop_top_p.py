@@ -123,7 +123,7 @@ def test_always_accepting_is_seen(monkeypatch):
         token = jax.vmap(jax.random.categorical)(keys, jnp.log(target[:, -1]))
         return lens, token.astype(jnp.int32)
 
-    monkeypatch.setattr("dsa_jax.loops.accept_sampled", always)
+    monkeypatch.setattr("dsa_jax.sampling.accept_sampled", always)
     seen = texts()
     for r, prompt in enumerate(toy.PROMPTS):
         p, outside = fit(seen[:, r], prompt)

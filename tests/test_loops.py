@@ -6,6 +6,7 @@ was not rewound, not rewritten or taken from another request changes the text.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -293,7 +294,7 @@ def sampled_pairs(monkeypatch, accept=None) -> np.ndarray:
     One request of a batch a seed; drafts err, and the temperature makes every token likely.
     """
     if accept is not None:
-        monkeypatch.setattr("dsa_jax.loops.accept_sampled", accept)
+        monkeypatch.setattr("dsa_jax.sampling.accept_sampled", accept)
     loop, arguments = speculative(drafts=1, count=2)
     keys = jax.random.split(jax.random.key(7), SAMPLES)
 
@@ -416,3 +417,25 @@ def test_errors_name_the_fix():
         decode_loop(target_step, None, caches[0], plain, 0, Sampling.create())
     with pytest.raises(ValueError, match=r"temperature is -1.*Use temperature 0"):
         Sampling.create(temperature=-1.0)
+
+
+# --- steps that return something else ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda out: (out[0], out[1][::2], out[2]), "step returned logits float32[3, 13], wanted 6 rows"),
+        (lambda out: (out[0], out[1][:1], out[2]), "step returned logits float32[1, 13], wanted 6 rows"),
+        (lambda out: out[:2], "step returned 2 values, wanted (cache, logits, hidden)"),
+        (lambda out: out[1], "step returned float32[6, 13], wanted (cache, logits, hidden)"),
+        (lambda out: (*out[:2], None), "step returned hidden None, wanted 6 rows"),
+    ],
+)
+def test_a_step_of_another_kind_is_refused(change, words):
+    """One row of logits a request would be cut in two by the loop, and halve the vocabulary in silence."""
+    (cache, _), meta, last, _, _ = prefilled("v2", 2)
+    batch = Batch(last=last, meta=meta, live=jnp.ones(3, bool))
+    step = lambda *arguments: change(target_step(*arguments))
+    with pytest.raises(ValueError, match=re.escape(f"decode_loop: {words}")):
+        decode_loop(step, None, cache, batch, 2, Sampling.create())

@@ -81,6 +81,13 @@ def append(cache, meta, x):
     return ops.append_latent(cache, 1, spread(x, cases.LATENT), spread(x, cases.ROPE), step), x
 
 
+def append_first(cache, meta, x):
+    """Both writes, to the first layer."""
+    step = meta.derive()
+    cache = ops.append_index_k(cache, 0, spread(x, cache.layout.index_head_dim), step)
+    return ops.append_latent(cache, 0, spread(x, cases.LATENT), spread(x, cases.ROPE), step), x
+
+
 def gather_and_append(cache, meta, x):
     """A read of the whole history between two writes."""
     step = meta.derive()
@@ -139,9 +146,21 @@ def test_pools_are_updated_in_place(f, bucket):
     check(f, cases.layout(index="fp8", key="bf16", page_size=16), bucket)
 
 
-@pytest.mark.parametrize(("f", "bucket"), [(append, PREFILL), (model, DECODE)])
+ONE = Bucket(decode_requests=1, table_width=4)
+"""A single token: XLA makes a slice update of its scatter, which used to copy V1's pools."""
+
+
+@pytest.mark.parametrize(("f", "bucket"), [(append, PREFILL), (model, DECODE), (append, ONE), (model, ONE)])
 def test_v1_pools(f, bucket):
     check(f, cases.layout("v1", index="fp8", key="bf16", page_size=16), bucket)
+
+
+@pytest.mark.parametrize("bucket", [DECODE, ONE])
+@pytest.mark.parametrize("manager", ["v1", "v2"])
+def test_pools_of_one_layer(manager, bucket):
+    """As every draft cache has."""
+    layout = cases.layout(manager, index="fp8", key="bf16", page_size=16, full=(True,))
+    check(append_first, layout, bucket)
 
 
 def test_float_pools():

@@ -39,7 +39,7 @@ FLOORS = (
     ("xla", "pallas"),
     ("ops",),
     ("pages", "support"),
-    ("draft", "sharding"),
+    ("draft", "sampling", "sharding"),
     ("models", "loops"),
     ("engine", "draft_engine"),
     ("cli", "viz"),

@@ -395,7 +395,9 @@ def test_metadata():
 def test_lengths_of_each_request(lens):
     meta = setting()[1]
     for operation, name, run in (("rewind", "kept", rewind), ("advance", "new_lens", advance)):
-        with refused(f"{operation}: {name} is ", "wanted int32[2]. Give the tokens of each request"):
+        with refused(
+            f"{operation}: {name} is ", "wanted int32[2], none negative. Give the tokens of each request"
+        ):
             run(meta, lens)
         with refused(f"{operation}: meta is a Step, wanted a StepMetadata"):
             run(cases.derive(meta), jnp.zeros(2, jnp.int32))

@@ -161,8 +161,8 @@ def test_lengths_and_places_out_of_range():
         ({"stop": ("a",)}, "stop is ('a',), wanted token ids such as (2, 5)"),
         ({"stop": 5}, "stop is 5, wanted token ids"),
         ({"stop": (1.5,)}, "stop is (1.5,), wanted token ids"),
-        ({"seed": None}, "seed is None, wanted a whole number of 64 bits"),
-        ({"seed": 2**70}, f"seed is {2**70}, wanted a whole number of 64 bits"),
+        ({"seed": None}, "seed is None, wanted a whole number from 0 to 2**32 - 1"),
+        ({"seed": 2**70}, f"seed is {2**70}, wanted a whole number from 0 to 2**32 - 1"),
     ],
 )
 def test_samplings(changes, words):
@@ -316,9 +316,9 @@ def test_prompts(prompts, words):
         ({"temperature": math.inf}, "temperature is inf, wanted at least 0 and finite"),
         ({"stop": 5}, "stop is 5, which is no list of token ids: pass a list of ids, [] for none"),
         ({"stop": "5"}, "stop is '5', which is text, not token ids"),
-        ({"seed": None}, "seed is None, wanted a whole number of 64 bits: pass 0"),
-        ({"seed": 1.5}, "seed is 1.5, wanted a whole number of 64 bits"),
-        ({"seed": 2**70}, f"seed is {2**70}, wanted a whole number of 64 bits"),
+        ({"seed": None}, "seed is None, wanted a whole number from 0 to 2**32 - 1: pass 0"),
+        ({"seed": 1.5}, "seed is 1.5, wanted a whole number from 0 to 2**32 - 1"),
+        ({"seed": 2**70}, f"seed is {2**70}, wanted a whole number from 0 to 2**32 - 1"),
     ],
 )
 def test_numbers_of_generate(changes, words):

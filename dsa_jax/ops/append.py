@@ -6,7 +6,7 @@ import numpy as np
 from jax import Array
 
 from dsa_jax import xla
-from dsa_jax.arguments import described, is_number
+from dsa_jax.arguments import described, is_scale
 from dsa_jax.cache import Cache
 from dsa_jax.forms import INDEX_FORMS
 from dsa_jax.layout import SCALE_RULES, TIE_RULES, Role
@@ -149,8 +149,10 @@ def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array |
             f"key_scale is given, but key_form {cache.layout.key_form!r} has no per-tensor scale: leave it out"
         )
     if not isinstance(key_scale, (Array, np.ndarray)):
-        if not is_number(key_scale) or not 0 < key_scale < float("inf"):
-            problems.note(f"key_scale is {described(key_scale)}, wanted a positive finite number")
+        if not is_scale(key_scale):
+            problems.note(
+                f"key_scale is {described(key_scale)}, wanted a positive finite number, in float32 too"
+            )
     else:
         problems.shape("key_scale", key_scale, (), "")
         problems.dtype("key_scale", key_scale, ("float",))

@@ -31,7 +31,7 @@ def topk_indices(
     columns at and beyond the limit are never chosen, whatever they hold.
 
     Args:
-        logits: floats ``[N, columns]``.
+        logits: floats ``[N, columns]`` of up to 32 bits, so that their order is exact.
         limits: ``int32[N]``, valid columns of each row. Limits beyond the width mean the width, negative ones 0.
         k: entries per row, at least 1; more than the width pads with -1.
         implementation, config: see ``dsa_jax.ops``; the schedules are ``topk_mosaic.Config`` and ``topk_triton.Config``.
@@ -47,7 +47,7 @@ def topk_indices(
     """
     problems = Problems("topk_indices")
     problems.shape("logits", logits, (None, None), "N, columns")
-    problems.dtype("logits", logits, ("float",))
+    problems.dtype("logits", logits, ("float32", "bfloat16", "float16"))
     problems.shape("limits", limits, (logits.shape[0] if getattr(logits, "ndim", None) == 2 else None,), "N")
     problems.dtype("limits", limits, ("int32",))
     check_k(problems, k)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from dsa_jax import xla
-from dsa_jax.arguments import described, is_number
+from dsa_jax.arguments import described, is_scale
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 from dsa_jax.ops import gpu
@@ -65,8 +65,10 @@ def sparse_mla(
     if isinstance(softmax_scale, (jax.Array, np.ndarray)):
         problems.shape("softmax_scale", softmax_scale, (), "")
         problems.dtype("softmax_scale", softmax_scale, ("float",))
-    elif not is_number(softmax_scale) or not 0 < softmax_scale < float("inf"):
-        problems.note(f"softmax_scale is {described(softmax_scale)}, wanted a positive finite number")
+    elif not is_scale(softmax_scale):
+        problems.note(
+            f"softmax_scale is {described(softmax_scale)}, wanted a positive finite number, in float32 too"
+        )
     problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
     check_layer("sparse_mla", cache, layer, Role.KEY)
     candidates = (

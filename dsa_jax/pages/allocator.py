@@ -60,8 +60,8 @@ class PagePoolState:
                 "least 1 of each. Give the pool at least one page."
             )
         return cls(
-            slots=slots,
-            page_size=page_size,
+            slots=int(slots),
+            page_size=int(page_size),
             fresh=0,
             freed=Stack(),
             owned=HashTrieMap(),
@@ -79,7 +79,7 @@ class PagePoolState:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold ``tokens`` tokens of one sequence."""
-        return -(-tokens // self.page_size)
+        return -(-int(tokens) // self.page_size)
 
 
 def grow(state: PagePoolState, request: Hashable, tokens: int) -> tuple[PagePoolState, tuple[int, ...]]:
@@ -143,6 +143,7 @@ def fork(
         raise ValueError(
             f"fork: tokens is {described(tokens)}; wanted a whole number. Pass the tokens to share."
         )
+    tokens = int(tokens)
     problems = []
     if request in state.owned:
         problems.append(f"request {request!r} already holds {len(state.pages(request))} pages")
@@ -176,6 +177,7 @@ def shrink(state: PagePoolState, request: Hashable, tokens: int) -> tuple[PagePo
         raise ValueError(
             f"shrink: tokens is {described(tokens)}; wanted a whole number. Pass the tokens to keep."
         )
+    tokens = int(tokens)
     held = state.pages(request)
     if request not in state.owned or tokens < 0 or state.pages_for(tokens) > len(held):
         raise ValueError(

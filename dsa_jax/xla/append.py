@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -39,13 +41,22 @@ def append_latent(
 
 
 def _write_entry(cache: Cache, layer: int | Array, rows: Array, entry: dict[str, Array]) -> Cache:
-    return cache.replace_pages(
-        **{name: _write(cache, name, cache.role(name), layer, rows, values) for name, values in entry.items()}
+    return replace(
+        cache,
+        **{
+            name: _write(cache, name, cache.role(name), layer, rows, values) for name, values in entry.items()
+        },
     )
 
 
 def _write(cache: Cache, name: str, role: Role, layer: int | Array, rows: Array, values: Array) -> Array:
-    pages, page_size = cache.pages(name), cache.layout.page_size
+    """The pool in its own shape, with values at rows. Seen as flat pages, a V1 pool would be copied for a single token."""
+    pool, page_size = (
+        jnp.asarray(getattr(cache, name)),
+        cache.layout.page_size,
+    )  # a restored pool may be NumPy's
     page = cache.page_of(role, layer, jnp.where(rows >= 0, rows // page_size, -1))
+    pages = pool.shape[1] if cache.layout.manager == "v1" else 0
+    place = (page // pages, page % pages) if pages else (page,)
     # Without wrap_negative_indices=False, -1 would wrap to the last page before "drop" could apply.
-    return pages.at[page, rows % page_size].set(values, mode="drop", wrap_negative_indices=False)
+    return pool.at[(*place, rows % page_size)].set(values, mode="drop", wrap_negative_indices=False)

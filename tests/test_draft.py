@@ -217,6 +217,22 @@ def test_a_draft_that_is_the_target_is_always_kept():
     np.testing.assert_array_equal(accepted, 3)
 
 
+def test_behind_the_drafts_that_count_the_target_alone_is_drawn_from():
+    """Nothing was proposed at that place, so nothing may be taken off the target for it: it is sure of token 2 there."""
+    target = jnp.tile(jax.nn.one_hot(jnp.array([0, 2, 1]), 4), (300, 1, 1))
+    given = jnp.tile(jnp.array([[1, 0, 0, 0], [0.0, 0.5, 0.5, 0]]), (300, 1, 1))
+    target = target.at[:, 1].set(jnp.array([0.0, 0.25, 0.75, 0]))
+    drafts, keys = (
+        jnp.tile(jnp.array([[0, 2]], jnp.int32), (300, 1)),
+        jax.random.split(jax.random.key(1), 300),
+    )
+    accepted, token = draft.accept_sampled(keys, target, given, drafts, jnp.ones(300, jnp.int32))
+    assert (accepted == 1).all()
+    # The residual of the draft that does not count would be token 2 alone.
+    assert 40 < int((token == 1).sum()) < 115
+    assert ((token == 1) | (token == 2)).all()
+
+
 def test_drafts_that_do_not_count_are_not_kept():
     p = jnp.full((2, 3, 4), 0.25, jnp.float32)
     accepted, token = draft.accept_sampled(

@@ -18,7 +18,7 @@ from dsa_jax.engine import Timing
 from dsa_jax.models import checkpoint
 from dsa_jax.models.decoder import Decoder
 from dsa_jax.models.presets import preset
-from dsa_jax.pages import grow
+from dsa_jax.pages import OutOfPages, grow
 from test_loops import PROMPTS, draft_step, expected, target_step
 
 TOKENS = 21
@@ -188,6 +188,20 @@ def test_a_draft_cache_of_another_request_is_seen(monkeypatch):
     monkeypatch.setattr(run, "_draft_table", lambda tables: jnp.tile(good(tables)[:1], (3, 1)))
     assert texts(run.generate(PROMPTS, TOKENS), PROMPTS) == [expected(p, TOKENS) for p in PROMPTS]
     assert run.timing.accepted_per_step < 1.4
+
+
+def test_pages_come_from_both_pools_or_from_neither():
+    """Two runs that each fit alone: when the draft's pages run out, the target's are not kept."""
+    run = engine(slots=40, draft_slots=12, max_requests=1)
+    first, second = run.generate(PROMPTS[:1], 9), run.generate(PROMPTS[1:2], 9)
+    next(first)
+    free = run.pool.free_slots, run.draft_pool.free_slots
+    with pytest.raises(OutOfPages):
+        next(second)
+    assert (run.pool.free_slots, run.draft_pool.free_slots) == free
+    first.close()
+    assert (run.pool.free_slots, run.draft_pool.free_slots) == (40, 12)
+    assert texts(run.generate(PROMPTS[1:2], 9), PROMPTS[1:2]) == [expected(PROMPTS[1], 9)]
 
 
 def test_sizes_are_checked():

@@ -200,10 +200,16 @@ def test_chunks_cover_their_part():
         expected = step.requests[start * 3 : start * 3 + 6]
         assert part.requests.tolist() == [r - start if r >= 0 else -1 for r in expected.tolist()]
     contexts = cases.step(cases.batch([(7, 3), (5, 5)]), cases.layout())
-    part = contexts.context_chunk(2, 4)
-    assert part.bucket.context_tokens == 4
-    assert part.requests.tolist() == [0, 1, 1, 1]
-    assert part.key_starts.tolist() == contexts.key_starts[2:6].tolist()
+    for start, owners in (
+        (2, [0, 1, 1, 1]),
+        (3, [1, 1, 1, 1]),
+    ):  # the second begins behind the first request's keys
+        part = contexts.context_chunk(start, 4)
+        assert part.bucket.context_tokens == 4
+        assert part.requests.tolist() == owners
+        for name in ("key_starts", "key_ends", "limits", "positions", "rows"):
+            whole = getattr(contexts, name)[start : start + 4]
+            assert getattr(part, name).tolist() == whole.tolist(), name
 
 
 def test_chunk_errors():

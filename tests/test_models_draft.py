@@ -130,8 +130,8 @@ def test_greedy_text_does_not_depend_on_drafts(manager, drafts, share):
     assert 0 < accepted < drafted
 
 
-def test_selection_of_the_last_accepted_token_is_passed_on():
-    """Row 37: later draft steps get, bit for bit, the rows that the first one chose at each request's newest token."""
+def watched_calls(drafts: int, share: bool):
+    """What the loop wrote; for every call of the prediction layer its lengths, the rows it was given and those it chose."""
     calls = []
 
     def record(kv_lens, new_lens, given, chosen):
@@ -146,10 +146,22 @@ def test_selection_of_the_last_accepted_token_is_passed_on():
 
         return watched
 
-    written = speculate("v2", 3, True, spy)
+    written = speculate("v2", drafts, share, spy)
     jax.effects_barrier()
     assert np.asarray(written.tokens).tolist() == plain()
-    assert len(calls) == 3 * int(written.turns)
+    assert len(calls) == drafts * int(written.turns)
+    return written, calls
+
+
+def test_a_draft_that_shares_nothing_is_given_nothing():
+    """Row 37 the other way round: a prediction layer that chooses for itself never gets an older selection."""
+    _, calls = watched_calls(2, False)
+    assert all(given.size == 0 for _, _, given, _ in calls)
+
+
+def test_selection_of_the_last_accepted_token_is_passed_on():
+    """Row 37: later draft steps get, bit for bit, the rows that the first one chose at each request's newest token."""
+    _, calls = watched_calls(3, True)
     several = set()
     for first, *later in zip(calls[::3], calls[1::3], calls[2::3], strict=True):
         kv_lens, new_lens, given, chosen = first

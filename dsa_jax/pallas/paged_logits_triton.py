@@ -364,7 +364,7 @@ def _score(
     ):  # some groups have fewer rows: those score their last one again
         row = [jnp.maximum(jnp.minimum(r, begin + count - 1), 0) for r in row]
     row_ends = [ends[r] for r in row]
-    seen = jnp.clip((functools.reduce(jnp.maximum, row_ends) + page_size - 1) // page_size, first, last)
+    seen = jnp.clip(pages_with(functools.reduce(jnp.maximum, row_ends), page_size), first, last)
     within = jnp.arange(page_size, dtype=jnp.int32)
     row_starts, unseen = [0] * own, first
     if windows:
@@ -395,6 +395,11 @@ def _score(
         lax.fori_loop(first, unseen, fill_page, None)
     lax.fori_loop(unseen, seen, score_page, None)
     lax.fori_loop(seen, last, fill_page, None)
+
+
+def pages_with(keys: Array | int, page_size: int) -> Array | int:
+    """Pages that so many keys stand on. The one behind them is nobody's and may not be read."""
+    return (keys + page_size - 1) // page_size
 
 
 def _relu(x: Array, interpret: bool) -> Array:

@@ -256,8 +256,7 @@ def test_a_step(interpreted, implementation, decodes, contexts, next_n, heads, p
     assert implementation == "triton" or not interpreted()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("implementation", ["triton", "mosaic"])
+@pytest.mark.parametrize("implementation", ["triton", pytest.param("mosaic", marks=pytest.mark.full)])
 def test_one_page(interpreted, implementation):
     """B65: the whole pool is one page, the first and the last."""
     case = Case((Request(64, 2),), (), next_n=2, index_heads=32, page_size=64, slots=1)

@@ -53,7 +53,6 @@ def nothing(result) -> None:
     np.testing.assert_array_equal(lse, np.full_like(lse, -np.inf))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
 def test_rows_past_the_pool_are_not_read(name):
     """They count as little as -1 does, wherever they stand."""

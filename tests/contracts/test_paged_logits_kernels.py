@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -131,6 +132,24 @@ def test_long_requests_go_around_the_ring(kernel):
     arguments, expected = scenario((2049, 2047, 0), n=1, heads=32, page_size=64, width=34)
     check(run(arguments, kernel=kernel, blocks=2, config=PagedLogitsConfig(stages=4)), expected)
     assert kernel == "triton" or not races_found()
+
+
+def test_no_page_behind_the_last_key_is_read():
+    found = [paged_logits_triton.pages_with(keys, 64) for keys in (0, 1, 63, 64, 65, 128, 129)]
+    assert found == [0, 1, 1, 1, 2, 2, 3]
+
+
+def test_half_tiles_behind_the_planned_ones():
+    """One block, more tiles than the plan holds slots for, the last of which has one page: the next is nobody's."""
+    arguments, expected = scenario((769, 0), n=1, heads=32, page_size=32, width=26)
+    table = arguments[4].copy()
+    table[table < 0] = FAR_SLOT
+    params = dataclasses.replace(INTERPRETED, out_of_bounds_reads="raise")
+    call = functools.partial(
+        paged_logits_mosaic.paged_logits_decode, blocks=1, interpret=params, page_scale=SCALE
+    )
+    arguments = [jnp.asarray(x) for x in (*arguments[:4], table, *arguments[5:])]
+    check(np.asarray(jax.jit(call)(*arguments, layer_offset=LAYER_OFFSET)), expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

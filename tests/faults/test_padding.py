@@ -36,6 +36,21 @@ def test_b31_padded_rows_have_no_negative_lengths(length):
     assert not np.asarray(out[12:17]).any()
 
 
+def test_b31_negative_new_tokens_are_none():
+    """Lengths that nobody checked: a request that adds -1 token adds none, and its neighbours keep their places."""
+    layout = cases.layout()
+    for sizes in (
+        dict(context_requests=2, context_tokens=4),
+        dict(decode_requests=2, next_n=2),
+    ):
+        bucket = Bucket(table_width=2, **sizes)
+        good = StepMetadata.create(layout, bucket, [[3, 8], [5, 0]], [5, 6], [0, 2])
+        bad = replace(good, new_lens=jnp.array([-1, 2], jnp.int32))
+        wanted, got = cases.derive(good), cases.derive(bad)
+        for name in ("requests", "positions", "limits", "rows"):
+            assert getattr(got, name).tolist() == getattr(wanted, name).tolist(), name
+
+
 def test_b32_some_inputs_padded_others_not():
     """3 requests of 2, 1, 2 tokens in places for 2: shapes must agree, and the five real rows are those of single runs."""
     layout, sequences = cases.layout(), [[4, 8, 15], [16, 23], [9, 3, 1, 2]]

@@ -31,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
     parser.add_argument("--xla", action="store_true", help="time the reference on every shape as well (slow)")
     options = parser.parse_args(arguments)
+    # In a process of its own: here, JAX would take the card's memory from the suites.
+    look = "from benchmarks.timing import require_card; require_card('python -m benchmarks')"
+    if code := subprocess.run([sys.executable, "-c", look], check=False).returncode:
+        sys.exit(code)
     plot.figure_class()  # without matplotlib there is no plot: better said now than in ten minutes
     options.json.mkdir(parents=True, exist_ok=True)
     failed = 0

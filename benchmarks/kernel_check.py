@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks import xla
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
-from benchmarks.timing import copy_rate, kernel_times
+from benchmarks.timing import copy_rate, kernel_times, require_card
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas import paged_logits_triton as triton
@@ -263,8 +263,7 @@ def main() -> None:
     )
     for name, times in peers.items():
         print(f"DeepGEMM {name:18} " + " ".join(f"{k} {v:.2f} us" for k, v in times.items()), flush=True)
-    if jax.default_backend() != "gpu":
-        raise SystemExit("kernel_check times kernels: it needs a CUDA GPU")
+    require_card("kernel_check")
     ceiling = copy_rate()  # before anything compiles: the threads would take part of the time
     print(f"copy rate {ceiling:.2f} TB/s", flush=True)
     result: dict = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "peer": peers}

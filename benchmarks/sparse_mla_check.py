@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import launches
+from benchmarks.timing import launches, require_card
 from dsa_jax import Cache, CacheLayout, ops, quant
 from dsa_jax.compat import target_device
 from dsa_jax.config import preset
@@ -290,6 +290,7 @@ def main() -> None:
     ]
     results: list[dict] = []
     if options.here:
+        require_card("sparse_mla_check")
         print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
         deadline = begin + options.seconds
         with ThreadPoolExecutor(8) as pool:

@@ -30,6 +30,16 @@ class Launch(NamedTuple):
     in_graph: bool
 
 
+def require_card(suite: str) -> None:
+    """Leave with a word where there is no card to time kernels on.
+
+    Raises:
+        SystemExit: JAX has no CUDA GPU.
+    """
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"{suite} times kernels: it needs a CUDA GPU, and JAX found {jax.devices()[0]}")
+
+
 def device_times(
     call: Callable[..., Any], arguments: Sequence[tuple], *, rounds: int = 3
 ) -> dict[str, float]:

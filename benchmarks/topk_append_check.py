@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import xla
-from benchmarks.timing import copy_rate, device_times
+from benchmarks.timing import copy_rate, device_times, require_card
 from dsa_jax import quant
 from dsa_jax.pallas import append_triton, gather_triton, topk_mosaic, topk_triton
 from dsa_jax.xla import append_index_k, append_latent, gather_index_k
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="also time other distributions of scores")
     parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     options = parser.parse_args()
+    require_card("topk_append_check")
     begin, results = time.perf_counter(), []
     late = lambda: time.perf_counter() - begin > options.seconds
     print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)

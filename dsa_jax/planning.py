@@ -82,6 +82,10 @@ class Plan:
         draft = {"draft_bytes_per_token": self.draft_layout.bytes_per_token if self.draft_layout else 0}
         return layout | draft | {name: getattr(self, name) for name in names}
 
+    def __str__(self) -> str:
+        """The table."""
+        return self.table()
+
     def table(self) -> str:
         """The plan as a table for people."""
         rows: list[tuple[str, Any]] = [("memory", self.gpu_memory), ("weights", self.weight_bytes)]

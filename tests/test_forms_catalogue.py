@@ -98,7 +98,8 @@ def test_negative_rows(index):
 
 @pytest.mark.parametrize(("index", "heads", "bound"), [("fp8", 32, 1e-3), ("fp4", 64, 0.02)])
 @pytest.mark.parametrize(
-    ("requests", "next_n"), [(4, 1), (2, 2), pytest.param(4, 3, marks=pytest.mark.full), (4, 4)]
+    ("requests", "next_n"),
+    [pytest.param(4, 1, marks=pytest.mark.full), (2, 2), pytest.param(4, 3, marks=pytest.mark.full), (4, 4)],
 )
 @pytest.mark.parametrize("context", [300, pytest.param(2048, marks=pytest.mark.full)])
 def test_paged_decode_scores(index, heads, bound, requests, next_n, context):

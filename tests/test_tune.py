@@ -25,7 +25,7 @@ SHAPES = {
     "topk_mosaic": ["rows=1,columns=1", "rows=64,columns=32768", "rows=4,columns=9000", "rows=1,columns=1048576"],
     "topk_triton": ["rows=1,columns=1", "rows=64,columns=32768", "rows=4,columns=9000", "rows=1,columns=1048576"],
     "sparse_mla_mosaic": ["tokens=64", "tokens=64,form=fp8_ds_mla"],
-    "sparse_mla_triton": ["tokens=64", "tokens=1,heads=8", "tokens=64,form=f32"],
+    "sparse_mla_triton": ["tokens=64", "tokens=1,heads=8", "tokens=64,form=nvfp4"],
 }  # fmt: skip
 QUICK, SLOW, WRONG, BROKEN = (topk_mosaic.Config(128, items, 1) for items in (4, 8, 12, 16))
 TODAY = topk_mosaic.Config(256, 4, 1)

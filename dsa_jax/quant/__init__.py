@@ -9,26 +9,51 @@ Ops go through ``encode_index``, ``encode_latent``, ``decode_query``, ``decode_k
 storage forms; they never look at bytes themselves.
 """
 
-from dsa_jax.quant.forms import Query as Query
-from dsa_jax.quant.forms import decode_index as decode_index
-from dsa_jax.quant.forms import decode_keys as decode_keys
-from dsa_jax.quant.forms import decode_latent as decode_latent
-from dsa_jax.quant.forms import decode_query as decode_query
-from dsa_jax.quant.forms import encode_index as encode_index
-from dsa_jax.quant.forms import encode_latent as encode_latent
-from dsa_jax.quant.fp4 import TieRule as TieRule
-from dsa_jax.quant.fp4 import decode_e2m1 as decode_e2m1
-from dsa_jax.quant.fp4 import dequantize_fp4 as dequantize_fp4
-from dsa_jax.quant.fp4 import encode_e2m1 as encode_e2m1
-from dsa_jax.quant.fp4 import quantize_fp4 as quantize_fp4
-from dsa_jax.quant.fp8 import AMAX_FLOOR as AMAX_FLOOR
-from dsa_jax.quant.fp8 import E4M3_MAX as E4M3_MAX
-from dsa_jax.quant.fp8 import ScaleRule as ScaleRule
-from dsa_jax.quant.fp8 import decode_e4m3 as decode_e4m3
-from dsa_jax.quant.fp8 import dequantize_fp8 as dequantize_fp8
-from dsa_jax.quant.fp8 import encode_e4m3 as encode_e4m3
-from dsa_jax.quant.fp8 import pow2_ceil as pow2_ceil
-from dsa_jax.quant.fp8 import quantize_fp8 as quantize_fp8
-from dsa_jax.quant.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
-from dsa_jax.quant.nvfp4 import quantize_nvfp4 as quantize_nvfp4
-from dsa_jax.quant.rotation import hadamard as hadamard
+from dsa_jax.quant.forms import (
+    Query,
+    decode_index,
+    decode_keys,
+    decode_latent,
+    decode_query,
+    encode_index,
+    encode_latent,
+)
+from dsa_jax.quant.fp4 import TieRule, decode_e2m1, dequantize_fp4, encode_e2m1, quantize_fp4
+from dsa_jax.quant.fp8 import (
+    AMAX_FLOOR,
+    E4M3_MAX,
+    ScaleRule,
+    decode_e4m3,
+    dequantize_fp8,
+    encode_e4m3,
+    pow2_ceil,
+    quantize_fp8,
+)
+from dsa_jax.quant.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from dsa_jax.quant.rotation import hadamard
+
+__all__ = [
+    "AMAX_FLOOR",
+    "E4M3_MAX",
+    "Query",
+    "ScaleRule",
+    "TieRule",
+    "decode_e2m1",
+    "decode_e4m3",
+    "decode_index",
+    "decode_keys",
+    "decode_latent",
+    "decode_query",
+    "dequantize_fp4",
+    "dequantize_fp8",
+    "dequantize_nvfp4",
+    "encode_e2m1",
+    "encode_e4m3",
+    "encode_index",
+    "encode_latent",
+    "hadamard",
+    "pow2_ceil",
+    "quantize_fp4",
+    "quantize_fp8",
+    "quantize_nvfp4",
+]

@@ -129,14 +129,38 @@ class Cache:
         return {name: leaf for name in POOL_NAMES if (leaf := getattr(self, name)) is not None}
 
     def pages(self, name: str) -> Array:
-        """One pool as flat pages ``[P, T, ...]``, which is all that ops see (a free reshape under V1)."""
-        pool = getattr(self, name)
+        """One pool as flat pages ``[P, T, ...]``, as ops read it (a free reshape under V1).
+
+        Raises:
+            ValueError: the cache has no pool of that name.
+        """
+        pool = self._pool("pages", name)
         if self.layout.manager == "v1":
             return pool.reshape(pool.shape[0] * pool.shape[1], *pool.shape[2:])
         return pool
 
+    def _pool(self, operation: str, name: str) -> Array:
+        pool = getattr(self, name) if name in POOL_NAMES else None
+        if pool is None:
+            raise ValueError(
+                f"Cache.{operation}: name is {described(name)}; wanted one of this cache's pools: "
+                f"{', '.join(self.pools())}. Its forms are {self.layout.key_form}/{self.layout.index_form}."
+            )
+        return pool
+
     def replace_pages(self, **pages: Array) -> Cache:
-        """A cache with the named pools replaced, each given as flat pages."""
+        """A cache with the named pools replaced, each given as flat pages.
+
+        Raises:
+            ValueError: naming a pool that this cache does not have, or pages of another dtype or size.
+        """
+        for name, given in pages.items():
+            pool = self._pool("replace_pages", name)
+            if getattr(given, "size", None) != pool.size or given.dtype != pool.dtype:
+                raise ValueError(
+                    f"Cache.replace_pages: {name} is {described(given)}, wanted the dtype and size of {described(pool)}. "
+                    "Change values, not shapes."
+                )
         return replace(self, **{n: p.reshape(getattr(self, n).shape) for n, p in pages.items()})
 
     def role(self, name: str) -> Role:
@@ -144,7 +168,14 @@ class Cache:
 
         Args:
             name: one of ``POOL_NAMES``.
+
+        Raises:
+            ValueError: for any other.
         """
+        if name not in POOL_NAMES:
+            raise ValueError(
+                f"Cache.role: name is {described(name)}; wanted one of {', '.join(POOL_NAMES)}. Pass a pool's name."
+            )
         if name == "key_scale" and self.layout.scale(Role.KEY_BLOCK_SCALE):
             return Role.KEY_BLOCK_SCALE
         return Role.INDEX_KEY if name.startswith("index") else Role.KEY

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,11 +162,11 @@ class StepMetadata:
         # A wider table is fine as long as no length needs the columns that are cut.
         as_array = isinstance(page_tables, np.ndarray)
         if as_array:
-            kept = _int32("page_tables", page_tables[:, :width])
+            kept = _int32("page_tables", page_tables[:, :width], 2)
             table[: len(kept), : kept.shape[1]] = kept
         else:
             for row, slots in enumerate(page_tables):
-                if not hasattr(slots, "__iter__") or isinstance(slots, str):
+                if not hasattr(slots, "__iter__") or isinstance(slots, str | set | frozenset):
                     raise ValueError(
                         f"StepMetadata.create: page table {row} is {described(slots)}; wanted the raw slots of a request. "
                         "Pass what grow returned for it."
@@ -281,6 +282,7 @@ class Step:
         """``size`` consecutive token places of a step without decode requests; ``start`` may be traced."""
         if self.bucket.decode_requests:
             raise ValueError("Step.context_chunk: the step has decode requests; call context_part() first.")
+        _check_chunk("context_chunk", start, size, self.bucket.context_tokens, "token places")
         tokens = {n: lax.dynamic_slice_in_dim(getattr(self, n), start, size) for n in _TOKEN_FIELDS}
         return replace(self, **tokens, bucket=replace(self.bucket, context_tokens=size))
 
@@ -288,6 +290,7 @@ class Step:
         """``size`` consecutive requests of a step without contexts; ``start`` may be traced."""
         if self.bucket.context_requests:
             raise ValueError("Step.decode_chunk: the step has contexts; call decode_part() first.")
+        _check_chunk("decode_chunk", start, size, self.bucket.decode_requests, "requests")
         n = self.bucket.next_n
         tokens = {f: lax.dynamic_slice_in_dim(getattr(self, f), start * n, size * n) for f in _TOKEN_FIELDS}
         requests = {f: lax.dynamic_slice_in_dim(getattr(self, f), start, size) for f in _REQUEST_FIELDS}
@@ -306,6 +309,17 @@ class Step:
 
 _TOKEN_FIELDS = ("requests", "positions", "limits", "rows", "key_starts", "key_ends")
 _REQUEST_FIELDS = ("page_table", "kv_lens", "new_lens")
+
+
+def _check_chunk(name: str, start: Any, size: Any, count: int, unit: str) -> None:
+    """A known start beyond the step would be moved into it in silence, as a slice's is."""
+    known = is_whole(start)
+    fits = is_whole(size) and 0 <= size <= count and (not known or 0 <= start <= count - size)
+    if not fits:
+        raise ValueError(
+            f"Step.{name}: start is {described(start)} and size {described(size)}; the step has {count} {unit}. Ask for a "
+            "part of them."
+        )
 
 
 def rows_of(table: Array, requests: Array, positions: Array, page_size: int) -> Array:
@@ -468,8 +482,12 @@ _MOST_SLOTS = 2**24
 """Slots up to which a look-up table is made."""
 
 
-def _int32(name: str, values) -> np.ndarray:
+def _int32(name: str, values, ndim: int = 1) -> np.ndarray:
     array = np.asarray(values)
+    if array.ndim != ndim:
+        raise ValueError(
+            f"StepMetadata.create: {name} is {list(values)!r:.80}; wanted one whole number in each place. Pass a flat list."
+        )
     if array.dtype == np.int32:
         return array
     if array.size and (array.dtype.kind not in "iu" or array.min() < -(2**31) or array.max() >= 2**31):

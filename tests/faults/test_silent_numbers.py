@@ -269,3 +269,50 @@ def test_scales_that_float32_does_not_hold_are_refused(scale):
         ValueError, match="softmax_scale is .*, wanted a positive finite number, in float32 too"
     ):
         ops.sparse_mla(jnp.ones((1, 8, 576)), cache, 0, jnp.zeros((1, 4), jnp.int32), scale)
+
+
+# --- names, places and shapes --------------------------------------------------------------------------------------
+
+
+def test_a_temperature_for_each_row_is_not_one_for_each_token():
+    """Four rows of four tokens: the numbers would fit the wrong axis."""
+    logits, each = jnp.arange(16, dtype=jnp.float32).reshape(4, 4), jnp.array([1.0, 1e-3, 1.0, 2.0])
+    for name in ("temperature", "top_p"):
+        with pytest.raises(ValueError, match=rf"{name} is float32\[4\], wanted a number or \[..., 1\]"):
+            probabilities(logits, **({"temperature": 1.0} | {name: jnp.minimum(each, 1.0)}))
+    got = probabilities(logits, each[:, None])
+    for row in range(4):
+        np.testing.assert_allclose(got[row], probabilities(logits[row], each[row]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("start", "size"), [(5, 1), (-1, 1), (1, 2), (0, 3), (0, -1), (0, 1.0)])
+def test_chunks_outside_the_step_are_refused(start, size):
+    step = metadata().derive()
+    with pytest.raises(ValueError, match=r"decode_chunk: start is .*; the step has 2 requests"):
+        step.decode_chunk(start, size)
+
+
+def test_lists_of_another_depth_are_refused():
+    layout, bucket = cases.layout(), Bucket(decode_requests=1, table_width=3)
+    for tables, lens in (([[0, 1]], [[5]]), ([[[0], [1]]], [5]), ([{0, 1}], [5])):
+        with pytest.raises(ValueError, match=r"StepMetadata.create: .*; wanted "):
+            StepMetadata.create(layout, bucket, tables, lens, [1])  # pyright: ignore[reportArgumentType]
+
+
+def test_pools_are_called_by_their_names():
+    cache = Cache.create(cases.layout(), 2)
+    for call in (cache.pages, cache.role):
+        with pytest.raises(ValueError, match="name is 'layout'; wanted one of"):
+            call("layout")
+    with pytest.raises(
+        ValueError, match="name is 'key_scale'; wanted one of this cache's pools: key, index_key"
+    ):
+        cache.pages("key_scale")
+    with pytest.raises(ValueError, match="replace_pages: name is 'kee'; wanted one of"):
+        cache.replace_pages(kee=cache.key)
+    with pytest.raises(
+        ValueError, match=r"replace_pages: key is bfloat16\[.*, wanted the dtype and size of float32"
+    ):
+        cache.replace_pages(key=cache.key.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"replace_pages: key is float32\[2"):
+        cache.replace_pages(key=cache.key[:2])

@@ -224,6 +224,7 @@ class DraftEngine(Engine):
                 padded(following, bucket.tokens),
                 padded(ends, self.max_requests),
             )
+        self._check_logits(logits, bucket, tokens)
         return logits, states
 
     def _prefill_step(

@@ -19,10 +19,10 @@ from jax import Array
 
 from dsa_jax.arguments import described, is_seed, is_temperature, is_whole, plain
 from dsa_jax.cache import Cache
-from dsa_jax.draft import over_temperature
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.pages import OutOfPages, PagePoolState, free, grow
+from dsa_jax.sampling import sample
 
 StepFunction = Callable[[Any, Cache, StepMetadata, Array], tuple[Cache, Array]]
 
@@ -301,12 +301,21 @@ class Engine:
         meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens)
         with self._kept():
             self.cache, logits = self._step(self.params, self.cache, meta, padded(tokens, bucket.tokens))
+        self._check_logits(logits, bucket, tokens)
+        return logits
+
+    def _check_logits(self, logits: Array, bucket: Bucket, tokens: Sequence[int]) -> None:
+        """What could not be known before the step ran: is there a row for each token, and is each token one of its own?"""
         if logits.ndim != 2 or logits.shape[0] != bucket.tokens:
             raise ValueError(
                 f"{type(self).__name__}: step returned logits {described(logits)}, wanted float32[{bucket.tokens}, V]. "
                 "Return a row for each token place of the bucket."
             )
-        return logits
+        if max(tokens, default=0) >= logits.shape[1]:
+            raise ValueError(
+                f"generate: the prompts hold token {max(tokens)}, the model's vocabulary has {logits.shape[1]}. Pass what "
+                "its own tokenizer gave."
+            )
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
@@ -465,23 +474,3 @@ def padded(tokens: Sequence[int], places: int) -> Array:
     out = np.zeros(places, np.int32)
     out[: len(tokens)] = tokens
     return jnp.array(out)
-
-
-def sample(logits: Array, rows: Array, key: Array, stream: Array, temperature: Array) -> Array:
-    """Draw one token from chosen rows of the logits.
-
-    Args:
-        logits: ``float32[N, vocab]``.
-        rows: ``int32[R]`` rows to draw from.
-        key: a JAX random key.
-        stream: ``int32[R, 2]`` folded into the key, so that a draw depends on its request and position alone.
-        temperature: ``float32`` scalar; 0 takes the best token, the lowest id among equals.
-
-    Returns:
-        ``int32[R]``.
-    """
-    chosen = logits[rows]
-    keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.fold_in(key, s[0]), s[1]))(stream)
-    warm, scaled = over_temperature(chosen, temperature)
-    drawn = jax.vmap(jax.random.categorical)(keys, scaled)
-    return jnp.where(warm, drawn, jnp.argmax(chosen, axis=-1)).astype(jnp.int32)

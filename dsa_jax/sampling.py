@@ -1,4 +1,4 @@
-"""How loops draw tokens and accept drafts."""
+"""How loops and engines draw tokens, and how drafts are accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import Array
 
 from dsa_jax.arguments import described, is_mass, is_seed, is_temperature, is_whole, plain
 from dsa_jax.compat import is_traced
-from dsa_jax.draft import accept_greedy, accept_sampled, probabilities
+from dsa_jax.draft import accept_greedy, accept_sampled, over_temperature, probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -124,3 +124,23 @@ def _stop_ids(stop: Any) -> list[int] | None:
         return None
     ids = [plain(token) for token in stop]
     return ids if all(is_whole(token) and 0 <= token < 2**31 for token in ids) else None
+
+
+def sample(logits: Array, rows: Array, key: Array, stream: Array, temperature: Array) -> Array:
+    """Draw one token from chosen rows of the logits.
+
+    Args:
+        logits: ``float32[N, vocab]``.
+        rows: ``int32[R]`` rows to draw from.
+        key: a JAX random key.
+        stream: ``int32[R, 2]`` folded into the key, so that a draw depends on its request and position alone.
+        temperature: ``float32`` scalar; 0 takes the best token, the lowest id among equals.
+
+    Returns:
+        ``int32[R]``.
+    """
+    chosen = logits[rows]
+    keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.fold_in(key, s[0]), s[1]))(stream)
+    warm, scaled = over_temperature(chosen, temperature)
+    drawn = jax.vmap(jax.random.categorical)(keys, scaled)
+    return jnp.where(warm, drawn, jnp.argmax(chosen, axis=-1)).astype(jnp.int32)

@@ -11,7 +11,8 @@ import pytest
 
 import cases
 from dsa_jax import ops
-from dsa_jax.engine import Engine, sample
+from dsa_jax.engine import Engine
+from dsa_jax.sampling import sample
 from dsa_jax.xla.gather import read_rows
 
 VOCABULARY = 101
@@ -299,3 +300,15 @@ def test_sizes_of_numpy_do_not_overflow():
     run = engine(max_length=np.uint32(24), slots=np.int8(100), max_requests=np.int8(3))
     assert run.decode_bucket.table_width == 6
     assert texts(run.generate(PROMPTS, np.int8(8)), 3) == [reference(p, 8) for p in PROMPTS]
+
+
+def test_a_token_beyond_the_vocabulary_is_refused():
+    """An embedding's look-up would take its last row for it, and write a text."""
+    run = engine()
+    for prompt in ([5, 101], [2**31 - 1]):
+        with pytest.raises(
+            ValueError, match=f"the prompts hold token {prompt[-1]}, the model's vocabulary has 101"
+        ):
+            list(run.generate([prompt], 2))
+    assert run.pool.free_slots == 16
+    assert texts(run.generate([[5, 100]], 4), 1) == [reference([5, 100], 4)]

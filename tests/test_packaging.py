@@ -35,7 +35,7 @@ FLOORS = (
     ),
     ("page_index", "coalesce", "pool_views", "typed_arrays", "layout_v1", "layout", "layout_text"),
     ("planning", "sizing", "selection", "chunking"),
-    ("codec", "cache", "metadata", "transfer"),
+    ("codec", "cache", "bucket", "metadata", "transfer"),
     ("xla", "pallas"),
     ("ops",),
     ("pages", "support"),

@@ -13,12 +13,11 @@ from dsa_jax.cache import Cache
 from dsa_jax.chunking import split_prefill_chunks
 from dsa_jax.config import preset
 from dsa_jax.draft import accept_sampled, advance, draft_metadata, probabilities, rewind
-from dsa_jax.engine import sample
 from dsa_jax.layout import CacheLayout, Role
 from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.pages import PagePoolState, fork, grow, shrink
 from dsa_jax.planning import plan
-from dsa_jax.sampling import Sampling
+from dsa_jax.sampling import Sampling, sample
 
 
 def metadata() -> StepMetadata:

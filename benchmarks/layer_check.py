@@ -42,7 +42,7 @@ from dsa_jax.models.decoder import Decoder
 from dsa_jax.models.mla import MLA
 from dsa_jax.models.norm import RMSNorm
 from dsa_jax.models.rope import rotation
-from dsa_jax.models.step import _layer, make_step
+from dsa_jax.models.step import _layer, make_step, take_apart
 from dsa_jax.ops.dispatch import Choice
 from dsa_jax.presets import PRESETS
 
@@ -241,12 +241,12 @@ def kernel_table(calls: list[list[Launch]]) -> list[tuple[str, float]]:
     return [(name, statistics.median(times)) for (name, _), times in durations.items()]
 
 
-def layers_program(graph: Any, tree: Any, topk: int, implementation: Choice) -> Callable:
-    """``(params, cache, step, turn, x) -> (cache, x, rows)`` through all attention parts of a split module."""
+def layers_program(rebuild: Callable, topk: int, implementation: Choice) -> Callable:
+    """``(params, cache, step, turn, x) -> (cache, x, rows)`` through all attention parts of a module taken apart."""
 
     def run(params, cache, step, turn, x):
         rows = None
-        for local, part in enumerate(nnx.merge(graph, jax.tree.unflatten(tree, params)).parts):
+        for local, part in enumerate(rebuild(params).parts):
             cache, x, rows = _layer(part, x, turn, cache, local, step, rows, topk, implementation)
         return cache, x, rows
 
@@ -268,9 +268,8 @@ def check_layer(sizes: Sizes, report: Row) -> None:
     parts = {}
     for count in (1, 2):
         module = with_weights(partial(Attention, sizes.config(count)), sizes.dtype)
-        graph, state = nnx.split(module)
-        params, tree = jax.tree.flatten(state)
-        parts[count] = params, partial(layers_program, graph, tree, dsa.index_topk)
+        params, rebuild = take_apart(module, dsa)
+        parts[count] = params, partial(layers_program, rebuild, dsa.index_topk)
     runner = Runner(parts[1][0], cache, step, turn, x)
     lowered = {
         "kernels": runner.lower(parts[1][1](None)),

@@ -349,7 +349,7 @@ def _check_classes(
     for name, function in functions.items():
         if not callable(function):
             raise ValueError(
-                f"{operation}: {name} is {described(function)}, wanted a function. Pass what make_step or make_speculative "
+                f"{operation}: {name} is {described(function)}, wanted a function. Pass what make_speculative "
                 "returned, or one of the same arguments."
             )
     fix = (

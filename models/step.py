@@ -17,6 +17,7 @@ from jax import Array
 
 from dsa_jax import ops
 from dsa_jax.cache import Cache
+from dsa_jax.config import DSAConfig
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Step, StepMetadata
 from dsa_jax.models.config import ModelConfig
@@ -46,17 +47,43 @@ def make_step(
         ``jax.jit(step, donate_argnums=1)``. ``tokens`` is ``int32[N]`` by the bucket's places; ``logits`` is
         ``float32[N, vocab]``, meaningless at padding places.
     """
-    graph, state = nnx.split(model)
-    params, tree = jax.tree.flatten(state)
+    params, rebuild = take_apart(model, model.config.dsa)
 
     def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array) -> tuple[Cache, Array]:
-        model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+        model = rebuild(params)
         cache, logits, _ = decode_tokens(
             model, tokens, cache, metadata.derive(), index_topk=index_topk, implementation=implementation
         )
         return cache, logits
 
     return step, params
+
+
+def take_apart(module: Any, dsa: DSAConfig) -> tuple[Parameters, Callable[[Parameters], Any]]:
+    """Weights of a model, or of a part of one, and the function that makes it of such weights.
+
+    `kv_b_proj` goes as two arrays, the rows that make keys and the rows that make values. The absorbed step uses them apart:
+    of one array XLA copies both parts in every layer and step, while it sees through their being joined and cut again. All
+    other weights are the model's own arrays.
+    """
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten_with_path(state)
+    params, shapes = [], []
+    for path, leaf in leaves:
+        cut = "kv_b_proj" in jax.tree_util.keystr(path)
+        shapes.append(leaf.shape if cut else None)
+        heads = leaf.reshape(dsa.num_heads, -1, leaf.shape[-1]) if cut else leaf
+        params += [heads[:, : dsa.qk_nope_head_dim], heads[:, dsa.qk_nope_head_dim :]] if cut else [leaf]
+
+    def rebuild(params: Parameters) -> Any:
+        given = iter(params)
+        whole = [
+            jnp.concatenate([next(given), next(given)], axis=1).reshape(shape) if shape else next(given)
+            for shape in shapes
+        ]
+        return nnx.merge(graph, jax.tree.unflatten(tree, whole))
+
+    return params, rebuild
 
 
 def make_speculative(
@@ -74,18 +101,17 @@ def make_speculative(
         ``draft(params, cache, metadata, tokens, hidden, rows) -> (cache, logits, hidden, rows)`` of the prediction layer,
         and ``params``.
     """
-    graph, state = nnx.split(model)
-    params, tree = jax.tree.flatten(state)
+    params, rebuild = take_apart(model, model.config.dsa)
     options: Any = {"index_topk": index_topk, "implementation": implementation}
 
     def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array):
-        model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+        model = rebuild(params)
         return decode_tokens(model, tokens, cache, metadata.derive(), **options)
 
     def draft(
         params, cache: Cache, metadata: StepMetadata, tokens: Array, hidden: Array, rows: Array | None = None
     ):
-        model = nnx.merge(graph, jax.tree.unflatten(tree, params))
+        model = rebuild(params)
         return predict_tokens(model, tokens, hidden, cache, metadata.derive(), rows, **options)
 
     return step, draft, params

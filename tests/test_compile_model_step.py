@@ -1,0 +1,46 @@
+"""A whole decode step of the shipped model compiles for Hopper, and copies no weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from compile_without_gpu import compile_case
+
+pytestmark = pytest.mark.compile
+
+
+def step_case(*, apart: bool):
+    """For `compile_without_gpu`: the step of 64 requests; or with the weights as the module holds them."""
+    from flax import nnx
+
+    from dsa_jax.cache import Cache
+    from dsa_jax.layout import CacheLayout
+    from dsa_jax.metadata import Bucket, StepMetadata
+    from dsa_jax.models import checkpoint
+    from dsa_jax.models.step import decode_tokens, make_step
+
+    model = checkpoint.load_pretrained("docs-8m", dtype=jnp.bfloat16)
+    if apart:
+        step, params = make_step(model)
+    else:
+        graph, params = nnx.split(model)
+
+        def step(params, cache, meta, tokens):
+            return decode_tokens(nnx.merge(graph, params), tokens, cache, meta.derive())[:2]
+
+    layout = CacheLayout.create(model.config.dsa)
+    meta = StepMetadata.create(layout, Bucket(decode_requests=64, table_width=16), [], [], [])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, meta))
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32)
+    return step, [shapes[0], Cache.abstract(layout, 1024), shapes[1], tokens]
+
+
+def test_up_projections_are_not_copied(compile_environment):
+    """The halves of `kv_b_proj`, one fusion a layer: gone where they come as two arrays, there where they come as one."""
+    names = {
+        apart: compile_case(compile_environment, "sm90", "test_compile_model_step:step_case", apart=apart)
+        for apart in (True, False)
+    }
+    assert names[False]["fusions"] - names[True]["fusions"] == 4, names

@@ -336,3 +336,23 @@ def test_contiguous_errors():
         with pytest.raises(ValueError, match="mqa_logits: "):
             ops.mqa_logits(query, key, weights, *windows)
             pytest.fail(name)
+
+
+@pytest.mark.parametrize("missing", [-1, cases.SLOTS, 2**28])
+@pytest.mark.parametrize("kind", ["contexts", "decodes"])
+def test_pages_that_are_not_there_score_nothing(kind, missing):
+    """Tables that nobody checked: a hole, or a slot that no pool has, inside of a length. No other request's scores show."""
+    layout = cases.layout(page_size=4)
+    facts = cases.batch(**{kind: [(9, 2), (10, 2)]}, next_n=2)
+    cache, q, weights, expected = scenario(layout, facts)
+    step = cases.step(facts, layout)
+    table = step.page_table.at[0, 2].set(missing).at[1, 1].set(missing)
+    got = np.asarray(
+        cases.paged_mqa_logits(q, weights, cache, 2, replace(step, page_table=table), implementation="xla")
+    )
+    assert np.isfinite(expected[:2, 8]).any()  # what the holes hide
+    assert np.isfinite(expected[2:, 4:8]).all()
+    expected[:2, 8:12], expected[2:, 4:8] = -np.inf, -np.inf
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    seen = np.isfinite(expected)
+    np.testing.assert_allclose(got[seen], expected[seen], rtol=2e-6, atol=2e-6 * np.abs(expected[seen]).max())

@@ -209,3 +209,18 @@ def test_errors():
         ops.sparse_mla(q, cache, 0, rows, SCALE, key_scale=2.0)
     with pytest.raises(TypeError, match="softmax_scale"):
         ops.sparse_mla(q, cache, 0, rows)  # pyright: ignore[reportCallIssue]
+
+
+def test_keys_of_invalid_rows_may_be_anything():
+    """The arithmetic itself, without the cache in front of it: a weight of 0 times NaN would be NaN."""
+    rng = np.random.default_rng(0)
+    q, keys = rng.normal(size=(2, HEADS, WIDTH)), rng.normal(size=(2, 5, WIDTH))
+    valid = np.array([[True, False, True, True, False], [False] * 5])
+    poisoned = np.where(valid[:, :, None], keys, np.nan)
+    arguments = [jnp.asarray(x, jnp.float32) for x in (q, poisoned)]
+    out, lse = xla_sparse_mla.attend(*arguments, jnp.asarray(valid), SCALE, cases.LATENT)
+    want, want_lse = attention(q[0], keys[0][valid[0]], cases.LATENT, SCALE)
+    np.testing.assert_allclose(out[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse[0], want_lse, rtol=1e-5)
+    assert not np.asarray(out[1]).any()
+    assert np.isneginf(lse[1]).all()

@@ -51,7 +51,7 @@ class Bucket:
         problems = [
             f"{name} is {described(value)}; wanted a whole number"
             for name, value in vars(self).items()
-            if type(value) is not int and not is_whole(value)
+            if not is_whole(value)
         ]
         problems += [
             f"{name} is {value}; wanted less than 2**31"

@@ -134,7 +134,7 @@ def test_long_requests_go_around_the_ring(kernel):
     assert kernel == "triton" or not races_found()
 
 
-def test_no_page_behind_the_last_key_is_read():
+def test_pages_are_counted_to_the_last_key():
     found = [paged_logits_triton.pages_with(keys, 64) for keys in (0, 1, 63, 64, 65, 128, 129)]
     assert found == [0, 1, 1, 1, 2, 2, 3]
 

@@ -353,9 +353,8 @@ def _check_probabilities(logits: Any, temperature: Any, top_p: Any) -> None:
         )
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         own = getattr(value, "shape", ())
-        if own and (
-            len(own) > len(shape) or own[-1] != 1
-        ):  # one for each row must not be taken for one for each token
+        # One for each row must not be taken for one for each token.
+        if own and (len(own) > len(shape) or own[-1] != 1):
             problems.append(f"{name} is {described(value)}, wanted a number or [..., 1]")
     if top_p is not None and not _known(
         top_p, lambda value: (value >= np.finfo(np.float32).tiny) & (value <= 1)

@@ -41,20 +41,16 @@ def append_latent(
 
 
 def _write_entry(cache: Cache, layer: int | Array, rows: Array, entry: dict[str, Array]) -> Cache:
-    return replace(
-        cache,
-        **{
-            name: _write(cache, name, cache.role(name), layer, rows, values) for name, values in entry.items()
-        },
-    )
+    written = {
+        name: _write(cache, name, cache.role(name), layer, rows, values) for name, values in entry.items()
+    }
+    return replace(cache, **written)
 
 
 def _write(cache: Cache, name: str, role: Role, layer: int | Array, rows: Array, values: Array) -> Array:
     """The pool in its own shape, with values at rows. Seen as flat pages, a V1 pool would be copied for a single token."""
-    pool, page_size = (
-        jnp.asarray(getattr(cache, name)),
-        cache.layout.page_size,
-    )  # a restored pool may be NumPy's
+    pool = jnp.asarray(getattr(cache, name))  # a restored one may be NumPy's
+    page_size = cache.layout.page_size
     page = cache.page_of(role, layer, jnp.where(rows >= 0, rows // page_size, -1))
     pages = pool.shape[1] if cache.layout.manager == "v1" else 0
     place = (page // pages, page % pages) if pages else (page,)

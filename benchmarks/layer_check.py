@@ -402,6 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=70, help="start no part after this time")
+    parser.add_argument("--only", default="", help="only parts whose name contains this")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=3, help="of the wide step")
@@ -430,6 +431,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found |= {"requests": options.requests, "context": options.context}
     failed = False
     for name, part in parts.items():
+        if options.only not in name:
+            continue
         if time.perf_counter() - begin > options.seconds:
             say(f"{name}: out of time")
             continue

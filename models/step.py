@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from dsa_jax import ops
 from dsa_jax.cache import Cache
+from dsa_jax.compat import target_device
 from dsa_jax.config import DSAConfig
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Step, StepMetadata
@@ -29,11 +30,17 @@ from dsa_jax.models.rope import Rotation, rotation
 from dsa_jax.ops.dispatch import Choice
 
 Parameters = list[Array]
+MOST_STACKED = 1 << 20
+"""Most elements of a weight that travels in a stack with others."""
 StepFunction = Callable[[Parameters, Cache, StepMetadata, Array], tuple[Cache, Array]]
 
 
 def make_step(
-    model: Decoder, *, index_topk: int | None = None, implementation: Choice = None
+    model: Decoder,
+    *,
+    index_topk: int | None = None,
+    implementation: Choice = None,
+    stacked: bool | None = None,
 ) -> tuple[StepFunction, Parameters]:
     """Take a model apart into a pure function and its weights.
 
@@ -41,13 +48,14 @@ def make_step(
         model: the weights; activations have the dtype of its embedding.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
+        stacked: see `take_apart`.
 
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits)`` and ``params``. Jit the step with the cache donated:
         ``jax.jit(step, donate_argnums=1)``. ``tokens`` is ``int32[N]`` by the bucket's places; ``logits`` is
         ``float32[N, vocab]``, meaningless at padding places.
     """
-    params, rebuild = take_apart(model, model.config.dsa)
+    params, rebuild = take_apart(model, model.config.dsa, stacked=stacked)
 
     def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array) -> tuple[Cache, Array]:
         model = rebuild(params)
@@ -59,24 +67,36 @@ def make_step(
     return step, params
 
 
-def take_apart(module: Any, dsa: DSAConfig) -> tuple[Parameters, Callable[[Parameters], Any]]:
+def take_apart(
+    module: Any, dsa: DSAConfig, *, stacked: bool | None = None
+) -> tuple[Parameters, Callable[[Parameters], Any]]:
     """Weights of a model, or of a part of one, and the function that makes it of such weights.
 
     `kv_b_proj` goes as two arrays, the rows that make keys and the rows that make values. The absorbed step uses them apart:
-    of one array XLA copies both parts in every layer and step, while it sees through their being joined and cut again. All
-    other weights are the model's own arrays.
+    of one array XLA copies both parts in every layer and step, while it sees through their being joined and cut again.
+
+    Every array that a program is called with costs its host a microsecond, however small it is. On a GPU XLA reads a matrix
+    from within a stack of them, unless it is so large that a library multiplies it, and on a CPU it copies it first.
+
+    Args:
+        module: the weights; they are not copied, but for those that are cut or stacked.
+        dsa: its configuration.
+        stacked: let weights of one shape and dtype, of at most `MOST_STACKED` elements each, travel as one array. None does
+            so where the target is a GPU.
     """
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten_with_path(state)
-    params, shapes = [], []
+    pieces, shapes = [], []
     for path, leaf in leaves:
         cut = "kv_b_proj" in jax.tree_util.keystr(path)
         shapes.append(leaf.shape if cut else None)
         heads = leaf.reshape(dsa.num_heads, -1, leaf.shape[-1]) if cut else leaf
-        params += [heads[:, : dsa.qk_nope_head_dim], heads[:, dsa.qk_nope_head_dim :]] if cut else [leaf]
+        pieces += [heads[:, : dsa.qk_nope_head_dim], heads[:, dsa.qk_nope_head_dim :]] if cut else [leaf]
+    on_gpu = target_device().platform == "gpu"
+    params, unstack = _stack(pieces, MOST_STACKED if (on_gpu if stacked is None else stacked) else 0)
 
     def rebuild(params: Parameters) -> Any:
-        given = iter(params)
+        given = iter(unstack(params))
         whole = [
             jnp.concatenate([next(given), next(given)], axis=1).reshape(shape) if shape else next(given)
             for shape in shapes
@@ -86,8 +106,34 @@ def take_apart(module: Any, dsa: DSAConfig) -> tuple[Parameters, Callable[[Param
     return params, rebuild
 
 
+def _stack(pieces: list[Array], most: int) -> tuple[Parameters, Callable[[Parameters], list[Array]]]:
+    """Arrays of one shape and dtype as one array, unless they have more than so many elements; and the way back."""
+    groups: dict[Any, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        alone = piece.size > most
+        groups.setdefault(place if alone else (piece.shape, piece.dtype), []).append(place)
+    members = list(groups.values())
+    params = [
+        jnp.stack([pieces[place] for place in places]) if len(places) > 1 else pieces[places[0]]
+        for places in members
+    ]
+
+    def unstack(params: Parameters) -> list[Array]:
+        found: dict[int, Array] = {}
+        for places, array in zip(members, params, strict=True):
+            for number, place in enumerate(places):
+                found[place] = array if len(places) == 1 else lax.index_in_dim(array, number, keepdims=False)
+        return [found[place] for place in range(len(pieces))]
+
+    return params, unstack
+
+
 def make_speculative(
-    model: Decoder, *, index_topk: int | None = None, implementation: Choice = None
+    model: Decoder,
+    *,
+    index_topk: int | None = None,
+    implementation: Choice = None,
+    stacked: bool | None = None,
 ) -> tuple[Callable, Callable, Parameters]:
     """The functions that ``dsa_jax.loops`` asks of a model with a prediction layer.
 
@@ -95,13 +141,14 @@ def make_speculative(
         model: the weights.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
+        stacked: see `take_apart`.
 
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model,
         ``draft(params, cache, metadata, tokens, hidden, rows) -> (cache, logits, hidden, rows)`` of the prediction layer,
         and ``params``.
     """
-    params, rebuild = take_apart(model, model.config.dsa)
+    params, rebuild = take_apart(model, model.config.dsa, stacked=stacked)
     options: Any = {"index_topk": index_topk, "implementation": implementation}
 
     def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array):

@@ -11,7 +11,7 @@ from compile_without_gpu import compile_case
 pytestmark = pytest.mark.compile
 
 
-def step_case(*, apart: bool):
+def step_case(*, apart: bool, stacked: bool = False):
     """For `compile_without_gpu`: the step of 64 requests; or with the weights as the module holds them."""
     from flax import nnx
 
@@ -23,7 +23,7 @@ def step_case(*, apart: bool):
 
     model = checkpoint.load_pretrained("docs-8m", dtype=jnp.bfloat16)
     if apart:
-        step, params = make_step(model)
+        step, params = make_step(model, stacked=stacked)
     else:
         graph, params = nnx.split(model)
 
@@ -44,3 +44,13 @@ def test_up_projections_are_not_copied(compile_environment):
         for apart in (True, False)
     }
     assert names[False]["fusions"] - names[True]["fusions"] == 4, names
+
+
+def test_stacked_weights_are_not_copied(compile_environment):
+    """No launch more than with an array for each weight, and no more memory."""
+    case = "test_compile_model_step:step_case"
+    apart, stacked = (
+        compile_case(compile_environment, "sm90", case, apart=True, stacked=stacked)
+        for stacked in (False, True)
+    )
+    assert stacked == apart

@@ -1,14 +1,7 @@
-"""Paged scoring of decode rows and contexts on any NVIDIA card from sm80 on, in Pallas-Triton: the kernel for A100.
+"""Paged scoring of decode rows and contexts on any NVIDIA card from sm80 on, in Pallas-Triton: the kernel for A100 and B200.
 
-Ampere has no FP8. Four e4m3 codes are loaded as one word and each is turned into float16 by moving bits: sign to bit 15,
-the other seven bits up by seven. That is the value times 2**-8, exactly, subnormals included; products of two such numbers
-are exact in the tensor core's float32 sums, and ReLU lets the factor 2**16 wait until the end. The NaN codes become NaN.
-
-The words of a key are multiplied byte by byte: four products over 32 elements, against queries whose elements were
-reordered the same way.
-
-FP4 keys come as words of eight codes and are multiplied nibble by nibble: eight products over 16 elements. A code times its
-group's power of two is exact in bfloat16, whose exponents are float32's, so nothing is left for the end.
+A program takes some pages of one request and scores them for a few neighbouring rows. How codes become factors of a product
+that the card can form is `score_factors`' part.
 """
 
 from __future__ import annotations
@@ -25,11 +18,10 @@ from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax import quant
 from dsa_jax.compat import Device, target_device
-from dsa_jax.pallas import tuning
+from dsa_jax.pallas import score_factors, tuning
 from dsa_jax.pallas.config_checks import check_fields, multiple_of, power_of_two
 from dsa_jax.pallas.paged_logits_plan import context_groups
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
-from dsa_jax.quant.fp4 import GROUP, NAN_SCALE
 
 HEAD_DIM = 128
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -40,8 +32,6 @@ MAX_PROGRAM_COLUMNS = 256
 """Most heads times rows of one program."""
 MAX_PROGRAM_PRODUCTS = 32
 """Most products of one program and page: Triton's time grows with their square, to half a minute for 64."""
-_BYTES, _NIBBLES = 4, 8
-_UNSCALE = 2.0**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +42,14 @@ class Config:
         waves: programs per multiprocessor that the columns of all requests are cut into.
         num_warps: warps of a program.
         num_stages: pages in flight.
+        fp8_products: multiply FP8 codes as they are, instead of as float16; None does so where the card can and the
+            pool has no 2 to 4 GiB, whose bytes Triton does not count right. FP4 keys leave it unread.
     """
 
     waves: int = 8
     num_warps: int = 4
     num_stages: int = 3
+    fp8_products: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(
@@ -112,10 +105,8 @@ def rows_at_once(device: Device, *, heads: int, page_size: int, fp4: bool = Fals
     """
     query = 2 * HEAD_DIM * heads * (2 if _major(device) == 9 else 1)
     left = _shared_memory(device) - (3 * HEAD_DIM + 4) * page_size - 64
-    products = _NIBBLES if fp4 else _BYTES
-    return max(
-        0, min(MAX_NEW_TOKENS, left // query, MAX_PROGRAM_COLUMNS // heads, MAX_PROGRAM_PRODUCTS // products)
-    )
+    products = MAX_PROGRAM_PRODUCTS // score_factors.products(fp4=fp4)
+    return max(0, min(MAX_NEW_TOKENS, left // query, MAX_PROGRAM_COLUMNS // heads, products))
 
 
 def _major(device: Device) -> int:
@@ -222,7 +213,6 @@ def score_groups(
         ``dtype[N, W * T]``.
     """
     fp4 = isinstance(q, tuple)
-    planes = _fp4_query_planes(*q) if isinstance(q, tuple) else _query_planes(q)
     (tokens, heads), page_size, own_pages = weights.shape, keys.shape[1], page_table is None
     if page_table is None:
         page_table = jnp.arange(keys.shape[0], dtype=jnp.int32)[None]
@@ -234,6 +224,7 @@ def score_groups(
     config = config or default_config(
         device, heads=heads, new_tokens=rows, requests=count, keys=width * page_size
     )
+    codes = not fp4 and _fp8_products(config, device, keys)
     cores = device.cores or 108
     shares = pl.cdiv(rows, max(rows_at_once(device, heads=heads, page_size=page_size, fp4=fp4), 1))
     pages_per_program = max(1, min(width, count * shares * width // (cores * config.waves)))
@@ -269,57 +260,26 @@ def score_groups(
         (ends if starts is None else starts).astype(jnp.int32),
         page_table.astype(jnp.int32),
         jnp.asarray(layer_offset, jnp.int32).reshape(1),
-        planes,
+        score_factors.of_queries(q, codes=codes),
         weights.astype(jnp.float32),
-        lax.bitcast_convert_type(keys.reshape(*keys.shape[:2], -1, _BYTES), jnp.int32),
+        score_factors.stored(keys, codes=codes),
         scales,
     )
 
 
-def _query_planes(q: Array) -> Array:
-    """``float16[N, 4, 32, H]``: plane b holds elements b, b + 4, b + 8, ... of all heads, times 2**-8."""
-    if q.dtype != jnp.uint8:
-        q = lax.bitcast_convert_type(q, jnp.uint8)
-    planes = q.reshape(*q.shape[:2], -1, _BYTES).transpose(0, 3, 2, 1)
-    return _half(planes.astype(jnp.int32))
+def _fp8_products(config: Config, device: Device, keys: Array) -> bool:
+    """Whether FP8 codes are multiplied as they are: the configuration's word, or what card and pool allow.
 
-
-def _fp4_query_planes(codes: Array, scales: Array) -> Array:
-    """``bfloat16[N, 8, 16, H]``: plane i holds elements i, i + 8, i + 16, ... of all heads, their scales applied."""
-    values = quant.dequantize_fp4(codes, scales).astype(jnp.bfloat16)
-    return values.reshape(*scales.shape, -1, _NIBBLES).transpose(0, 3, 2, 1)
-
-
-def _half(code: Array) -> Array:
-    """The value of an e4m3 code, times 2**-8, as float16.
-
-    Args:
-        code: ``int32``, 0 to 255.
+    Raises:
+        NotImplementedError: they shall be, and cannot.
     """
-    size = code & 0x7F
-    bits = ((code & 0x80) << 8) | jnp.where(size == 0x7F, 0x7FFF, size << 7)
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-
-
-def _fp8_planes(word: Array, scale: Array) -> tuple[list[Array], Array]:
-    """The planes of a page's keys, float16[T, 32] times 2**-8, and what its scores have to be multiplied by."""
-    return [_half((word >> (8 * b)) & 0xFF) for b in range(_BYTES)], scale * _UNSCALE
-
-
-def _fp4_planes(word: Array, scale: Array) -> tuple[list[Array], float]:
-    """The planes of a page's keys, bfloat16[T, 16], and what its scores have to be multiplied by."""
-    group = jnp.arange(word.shape[1], dtype=jnp.int32) // (GROUP // _NIBBLES)
-    byte = (scale[:, None] >> (8 * group)[None, :]) & 0xFF
-    power = lax.bitcast_convert_type(byte << 23, jnp.float32)
-    power = jnp.where(byte == NAN_SCALE, jnp.nan, power)
-    return [(_e2m1((word >> (4 * i)) & 0xF) * power).astype(jnp.bfloat16) for i in range(_NIBBLES)], 1.0
-
-
-def _e2m1(code: Array) -> Array:
-    """The value of an e2m1 code, ``int32`` 0 to 15, as float32: exponent and mantissa in place, 0 and 0.5 apart."""
-    size = code & 7
-    bits = jnp.where(size == 0, 0, 0x3F000000 + jnp.where(size > 1, size << 22, 0))
-    return lax.bitcast_convert_type(bits | ((code & 8) << 28), jnp.float32)
+    able = score_factors.takes_codes(device, keys)
+    if config.fp8_products and not able:
+        raise NotImplementedError(
+            f"paged_logits (Triton): fp8_products is True; {device} with a pool of {keys.size} bytes cannot: it "
+            "takes compute capability 9.0 or more and a pool outside of 2 to 4 GiB. Leave it None."
+        )
+    return able if config.fp8_products is None else config.fp8_products
 
 
 def _score(
@@ -330,7 +290,7 @@ def _score(
     offset,
     planes,
     weights,
-    words,
+    keys,
     scales,
     out,
     *,
@@ -348,7 +308,7 @@ def _score(
     # Programs that share a group's rows are neighbours: the second finds the pages in the L2 cache.
     program, share = pl.program_id(0) // shares, pl.program_id(0) % shares
     group, first = program // programs, program % programs * pages_per_program
-    (tokens, width), page_size = (out.shape[0], table.shape[1]), words.shape[1]
+    (tokens, width), page_size = (out.shape[0], table.shape[1]), keys.shape[1]
     request, begin, count = group, group * rows, rows
     last = jnp.minimum(first + pages_per_program, width)
     if tokens % rows:
@@ -373,11 +333,10 @@ def _score(
 
     def score_page(p, carry):
         page = table[0 if own_pages else request, p] * page_scale + offset[0]
-        decode = _fp4_planes if planes.dtype == jnp.bfloat16 else _fp8_planes
-        parts, scale = decode(words[page], scales[page])
+        parts, scale = score_factors.of_page(keys[page], scales[page], planes.dtype)
         column = p * page_size + within
         for r, end, start in zip(row, row_ends, row_starts, strict=True):
-            products = [pltriton.dot(part, planes[r, b]) for b, part in enumerate(parts)]
+            products = [score_factors.product(part, planes[r, b]) for b, part in enumerate(parts)]
             positive = _relu(functools.reduce(jnp.add, products), interpret)
             score = jnp.sum(positive * weights[r][None, :], axis=1) * scale
             inside = column < end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -14,7 +15,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dsa_jax.compat import Device, target_device
-from dsa_jax.pallas import paged_logits_kernel, paged_logits_mosaic, paged_logits_plan, paged_logits_triton
+from dsa_jax.pallas import (
+    paged_logits_kernel,
+    paged_logits_mosaic,
+    paged_logits_plan,
+    paged_logits_triton,
+    score_factors,
+)
 from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
 from numpy_model import E4M3, encode_e4m3, scores
 
@@ -74,7 +81,7 @@ def run(arguments, *, kernel="mosaic", config=None, blocks=3, offset=LAYER_OFFSE
             paged_logits_mosaic.paged_logits_decode, config=config, blocks=blocks, interpret=INTERPRETED
         )
     else:
-        call = paged_logits_triton.paged_logits_decode
+        call = functools.partial(paged_logits_triton.paged_logits_decode, config=TRITON[kernel])
     call = jax.jit(functools.partial(call, page_scale=SCALE, dtype=dtype))
     return np.asarray(call(*map(jnp.asarray, arguments), layer_offset=offset))
 
@@ -114,7 +121,8 @@ SCHEDULES = {
 }
 
 
-KERNELS = ("mosaic", "triton")
+TRITON = {"triton": None, "triton for Ampere": paged_logits_triton.Config(fp8_products=False)}
+KERNELS = ("mosaic", *TRITON)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -124,14 +132,14 @@ def test_ragged_batches(name, kernel):
     whole = case["width"] * case["page_size"]
     arguments, expected = scenario((whole, 0, 1, 63, 64, 65, 0, 257, 255), **case)
     check(run(arguments, kernel=kernel, **SCHEDULES[name]), expected)
-    assert kernel == "triton" or not races_found()
+    assert kernel in TRITON or not races_found()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_long_requests_go_around_the_ring(kernel):
     arguments, expected = scenario((2049, 2047, 0), n=1, heads=32, page_size=64, width=34)
     check(run(arguments, kernel=kernel, blocks=2, config=PagedLogitsConfig(stages=4)), expected)
-    assert kernel == "triton" or not races_found()
+    assert kernel in TRITON or not races_found()
 
 
 def test_pages_are_counted_to_the_last_key():
@@ -192,7 +200,7 @@ def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
     got = run(arguments, kernel=kernel, dtype=jnp.bfloat16)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, run(arguments, kernel=kernel).astype(jnp.bfloat16))
-    assert kernel == "triton" or not races_found()
+    assert kernel in TRITON or not races_found()
 
 
 def test_float8_queries_are_the_same_bytes():
@@ -258,13 +266,14 @@ def test_contexts(page_size, group, config):
         np.testing.assert_array_equal(np.asarray(rounded), np.asarray(got).astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("config", TRITON.values(), ids=TRITON)
 @pytest.mark.parametrize(("page_size", "heads"), [(16, 32), (64, 64), (256, 16)])
-def test_contexts_on_triton(page_size, heads):
+def test_contexts_on_triton(page_size, heads, config):
     """Groups of 8 or 4 tokens, whose last ones are smaller; padding holds queries that are NaN."""
     (q, weights, *rest), expected = context_scenario(page_size, heads)
     q, weights = q.copy(), weights.copy()
     q[-4:], weights[-4:] = 0x7F, np.nan
-    call = functools.partial(paged_logits_triton.paged_logits_prefill, page_scale=SCALE)
+    call = functools.partial(paged_logits_triton.paged_logits_prefill, page_scale=SCALE, config=config)
     arguments = [jnp.asarray(x) for x in (q, weights, *rest)]
     got = np.asarray(jax.jit(call)(*arguments, layer_offset=jnp.int32(LAYER_OFFSET)))
     check(got, expected)
@@ -294,14 +303,15 @@ def test_groups_of_context_tokens(requests, size, wanted):
 def test_on_the_card(name, kernel):
     """The compiled kernels, with the library's own schedules: right, and the same bits 20 times."""
     case = CASES[name]
-    module = {"mosaic": paged_logits_mosaic, "triton": paged_logits_triton}[kernel]
+    module = paged_logits_triton if kernel in TRITON else paged_logits_mosaic
     fits = dict(heads=case["heads"], new_tokens=case["n"], page_size=case["page_size"])
     try:
         module.supported_on(target_device(), **fits)
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     arguments, expected = scenario((case["width"] * case["page_size"], 0, 1, 63, 64, 65, 0, 257, 255), **case)
-    call = jax.jit(functools.partial(module.paged_logits_decode, page_scale=SCALE, layer_offset=LAYER_OFFSET))
+    place = dict(page_scale=SCALE, layer_offset=LAYER_OFFSET, config=TRITON.get(kernel))
+    call = jax.jit(functools.partial(module.paged_logits_decode, **place))
     arguments = [jnp.asarray(array) for array in arguments]
     first = np.asarray(call(*arguments))
     check_on_card(first, expected)
@@ -310,14 +320,17 @@ def test_on_the_card(name, kernel):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("module", [paged_logits_mosaic, paged_logits_triton])
-def test_contexts_on_the_card(module):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_contexts_on_the_card(kernel):
+    module = paged_logits_triton if kernel in TRITON else paged_logits_mosaic
     try:
         module.supported_on(target_device(), heads=32, new_tokens=1, page_size=64)
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     arguments, expected = context_scenario(64)
-    call = jax.jit(functools.partial(module.paged_logits_prefill, page_scale=SCALE))
+    call = jax.jit(
+        functools.partial(module.paged_logits_prefill, page_scale=SCALE, config=TRITON.get(kernel))
+    )
     arguments = [jnp.asarray(x) for x in arguments]
     first = np.asarray(call(*arguments, layer_offset=LAYER_OFFSET))
     check_on_card(first, expected)
@@ -353,6 +366,36 @@ def test_refusals_give_the_reason(device, problem, reason):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
 def test_the_triton_kernel_runs_everywhere(capability):
     paged_logits_triton.supported_on(Device("gpu", "a card", capability, 100), **FITTING)
+
+
+@pytest.mark.parametrize(
+    ("capability", "gib", "able"),
+    [((8, 0), 1, False), ((8, 9), 1, False), ((9, 0), 1, True), ((10, 0), 2, True), ((9, 0), 3, False),
+     ((9, 0), 4, False), ((9, 0), 5, True), (None, 1, True)],
+)  # fmt: skip
+def test_where_codes_are_multiplied_as_they_are(capability, gib, able, monkeypatch):
+    """Not before Hopper, and not in a pool whose bytes 32 bits do not count: there it is refused, and not the default."""
+    device = Device("gpu", "a card", capability, 100)
+    keys = jax.ShapeDtypeStruct((gib << 30 >> 13, 64, 128), jnp.uint8)
+    assert score_factors.takes_codes(device, keys) is able
+    monkeypatch.setattr(paged_logits_triton, "target_device", lambda: device)
+    shapes = [jax.ShapeDtypeStruct((2, 1, 32, 128), jnp.uint8), jax.ShapeDtypeStruct((2, 1, 32), jnp.float32)]
+    shapes += [keys, jax.ShapeDtypeStruct(keys.shape[:2], jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2, 1), jnp.int32)]
+
+    def trace(wanted):
+        config = paged_logits_triton.Config(fp8_products=wanted)
+        call = functools.partial(paged_logits_triton.paged_logits_decode, config=config, interpret=False)
+        return str(jax.make_jaxpr(functools.partial(call, page_scale=1, layer_offset=0))(*shapes))
+
+    assert ("f8_e4m3fn" in trace(None)) is able
+    assert "f8_e4m3fn" not in trace(False)
+    with (
+        contextlib.nullcontext()
+        if able
+        else pytest.raises(NotImplementedError, match="fp8_products is True; a card")
+    ):
+        trace(True)
 
 
 @pytest.mark.parametrize(

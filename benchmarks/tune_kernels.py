@@ -225,15 +225,12 @@ def _clusters(shape: Shape) -> list[Any]:
 
 
 def _tiles(shape: Shape) -> list[Any]:
-    columns = shape["columns"]
-    widest = min(max(1 << (columns - 1).bit_length(), 1024), topk_triton.MAX_TILE)
+    widest = min(max(1 << (shape["columns"] - 1).bit_length(), 1024), topk_triton.MAX_TILE)
     found = []
     for largest, warps in itertools.product((widest, widest // 2), (2, 4, 8, 16)):
         if largest >= max(1024, 128 * warps):
             small = largest > 8192 >= 128 * warps
-            config = topk_triton.Config((8192, largest) if small else (largest,), warps)
-            span = topk_triton.span_of(config, columns, topk_append_check.K)
-            found.append(dataclasses.replace(config, span=span))
+            found.append(topk_triton.Config((8192, largest) if small else (largest,), warps))
     return found
 
 

@@ -28,7 +28,7 @@ class Shape:
         span: columns of a program.
         tiles: tile sizes, ascending.
         listed: a span may be longer than a tile, so that its program keeps a candidate list.
-        merged_span: span of the launch before, whose finds this one merges; 0 if there is none.
+        merged: spans of all launches before, of which this one merges the last one's finds; empty if it is the first.
         page_size: the result holds cache rows of pages this large; 0 for positions.
         warps: warps of a program.
         exact: compare integers, so that flushed subnormals do not matter.
@@ -40,11 +40,16 @@ class Shape:
     span: int
     tiles: tuple[int, ...]
     listed: bool
-    merged_span: int
+    merged: tuple[int, ...]
     page_size: int
     warps: int
     exact: bool
     interpret: bool
+
+    @property
+    def kept(self) -> int:
+        """Finds of a full span: k, or all of a span that is shorter."""
+        return min(self.span, self.k)
 
 
 def select_span(shape: Shape, refs: dict[str, Any]) -> None:
@@ -52,14 +57,14 @@ def select_span(shape: Shape, refs: dict[str, Any]) -> None:
     program = pl.program_id(0)
     row, span = program // shape.spans, program % shape.spans
     limit = jnp.clip(pltriton.load(refs["limits"].at[row]), 0, shape.columns)
-    if shape.merged_span:
-        # All spans of a row but its last are full, so its finds lie without gaps.
-        full = limit // shape.merged_span
-        length = full * shape.k + jnp.minimum(limit - full * shape.merged_span, shape.k)
-        busy, final = limit > shape.merged_span, jnp.bool_(True)
-    else:
-        length = jnp.clip(limit - span * shape.span, 0, shape.span)
-        busy, final = (limit > shape.k) & (length > 0), limit <= shape.span
+    # What the launches before left of the row. All spans of a row but its last are full, so its finds lie without gaps.
+    left, busy = limit, limit > shape.k
+    for merged in shape.merged:
+        busy &= left > merged  # where one span held all that was left, the result is complete
+        full, kept = left // merged, min(merged, shape.k)
+        left = full * kept + jnp.minimum(left - full * merged, kept)
+    length = jnp.clip(left - span * shape.span, 0, shape.span)
+    if not shape.merged:
 
         @pl.when((limit <= shape.k) & (span == 0))
         def _():
@@ -67,7 +72,7 @@ def select_span(shape: Shape, refs: dict[str, Any]) -> None:
             value = jnp.where(index < limit, _result(shape, refs, row, index, index < limit), -1)
             pltriton.store(refs["result"].at[row, index], value, mask=index < shape.k)
 
-    work = _Work(shape, refs, row, span, final)
+    work = _Work(shape, refs, row, span, left <= shape.span)
     for smaller, tile in zip((0, *shape.tiles[:-1]), shape.tiles, strict=True):
         largest = tile == shape.tiles[-1]
         fits = busy & (length > smaller) if largest else busy & (length > smaller) & (length <= tile)
@@ -258,7 +263,7 @@ def _store_finds(work: _Work, source: _Source, column: Array, take: Array, rank:
     shape, refs = work.shape, work.refs
     rank = jnp.where(take, rank, shape.k)  # apart: the interpreter writes old values back where masked
     own = work.span * shape.span + source.start + column
-    if shape.merged_span:
+    if shape.merged:
         position = pltriton.load(refs["found"].at[work.row, own], mask=take, other=0)
     elif source.listed is not None:
         program = work.row * shape.spans + work.span
@@ -276,7 +281,7 @@ def _store_finds(work: _Work, source: _Source, column: Array, take: Array, rank:
 
         @pl.when(~work.final)
         def _():
-            place = work.span * shape.k + rank
+            place = work.span * shape.kept + rank
             pltriton.store(refs["positions"].at[work.row, place], position, mask=take)
             pltriton.store(refs["values"].at[work.row, place], _load(work, source, column, take), mask=take)
 

@@ -3,8 +3,9 @@
 One program selects from one span of one row. It holds a tile of scores in registers, finds the threshold by counting
 (topk_search.py) and writes the positions that pass in ascending order. A span longer than a tile is taken tile by tile:
 each tile adds to a candidate list only what the tiles before leave possible, and the list is the last tile. A row of
-several spans costs a second launch that selects from what the spans found. The work follows each row's true length: tiles
-beyond it are never read, a short row takes a small tile, and a row no longer than k is not read at all.
+several spans costs further launches: each selects from what the one before found, cut in spans again where one tile does
+not hold it, until a single span is left. The work follows each row's true length: tiles beyond it are never read, a short
+row takes a small tile and skips the launches that it does not need, and a row no longer than k is not read at all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dsa_jax.pallas.topk_program import Shape, select_span
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
 
 MAX_K = 2048
-"""Largest k: a tile must hold the candidates of several spans."""
+"""Largest k: a tile must hold the finds of several spans."""
 MAX_TILE = 32768
 """Two counts of a tile share one int32."""
 
@@ -39,14 +40,17 @@ class Config:
             smallest that holds it.
         warps: warps of a program.
         span: columns of one program, a multiple of the largest tile; rows up to this length take one launch. None for the
-            largest tile, or the least multiple of it that leaves the merge no more candidates than it can take.
+            largest tile.
         exact: compare scores as integers; None does so in the interpreter, where XLA flushes subnormal floats.
+        merge_tile: most finds that a program of a merge takes, a power of two from 256 to 32,768. At least 2 k where rows
+            are split, so that every merge leaves fewer.
     """
 
     tiles: tuple[int, ...]
     warps: int
     span: int | None = None
     exact: bool | None = None
+    merge_tile: int = MAX_TILE
 
     def __post_init__(self) -> None:
         good = power_of_two(128 * self.warps, MAX_TILE)[0]
@@ -59,7 +63,13 @@ class Config:
                 lambda span: span is None or (span > 0 and span % self.tiles[-1] == 0),
                 "None or a multiple of the largest tile",
             ),
+            merge_tile=power_of_two(256, MAX_TILE),
         )
+
+    @property
+    def columns(self) -> int:
+        """Columns of one program: the span, or the largest tile if none is set."""
+        return self.span or self.tiles[-1]
 
 
 def supported_on(device: Device, *, k: int | None = None) -> None:
@@ -71,27 +81,43 @@ def supported_on(device: Device, *, k: int | None = None) -> None:
 
 
 def default_config(rows: int, columns: int, k: int, cores: int = 132) -> Config:
-    """Tiles, warps and spans for a problem, by the rules of `tuning`.
+    """Tiles and warps for a problem, by the rules of `tuning`.
 
-    A row that a tile holds takes one launch. Longer rows are split over several programs, and a second launch merges what
+    A row that a tile holds takes one launch. Longer rows are split over several programs, and further launches merge what
     they find. Where the programs outnumber the multiprocessors, their tiles are smaller, so that two programs share one
     multiprocessor and short rows cost what they should.
     """
     programs = rows * pl.cdiv(columns, MAX_TILE)
     facts = dict(rows=rows, columns=columns, k=k, cores=cores)
     facts |= dict(rows_per_core=rows / cores, programs_per_core=programs / cores)
-    config = tuning.choose("topk_triton", Config, facts)
-    return dataclasses.replace(config, span=span_of(config, columns, k))
+    return tuning.choose("topk_triton", Config, facts)
 
 
-def span_of(config: Config, columns: int, k: int) -> int:
-    """Columns of one program: the configuration's, or what its tiles and the merge ask for."""
-    if config.span is not None:
-        return config.span
-    span = config.tiles[-1]
-    while pl.cdiv(columns, span) * k > MAX_TILE:
-        span *= 2
-    return span
+def levels(config: Config, columns: int, k: int) -> list[Config]:
+    """Configurations of all launches: of the rows, then of merges until one program holds what is left of a row.
+
+    Raises:
+        NotImplementedError: if a span's tiles leave more candidates than a tile holds.
+        ValueError: if merges would not make the finds fewer.
+    """
+    largest = config.tiles[-1]
+    chunks = pl.cdiv(min(config.columns, columns), largest)
+    if chunks > 1 and chunks * k > largest:
+        raise NotImplementedError(
+            f"topk (Triton): {chunks} tiles in a span of {config.columns} leave {chunks * k} candidates for k {k}, more "
+            f"candidates than a tile holds ({largest}). Choose another span, larger tiles or another implementation."
+        )
+    found = [config]
+    while (spans := pl.cdiv(columns, found[-1].columns)) > 1:
+        if config.merge_tile < 2 * k:
+            raise ValueError(
+                f"topk (Triton): config.merge_tile is {config.merge_tile}, wanted at least {2 * k}, twice k, where rows are "
+                f"split ({spans} spans of {config.columns}). Raise merge_tile or let a span hold the row."
+            )
+        columns = spans * min(found[-1].columns, k)
+        tile = min(config.merge_tile, max(1024, pl.next_power_of_2(columns)))
+        found.append(dataclasses.replace(config, tiles=_tiles(tile), warps=_warps(tile), span=None))
+    return found
 
 
 def _warps(tile: int) -> int:
@@ -137,32 +163,25 @@ def topk(
         int32`[N, k]`: in ascending order of position, then -1.
 
     Raises:
-        NotImplementedError: if k is over 2,048.
+        NotImplementedError: if k is over 2,048, or a span's tiles leave more candidates than a tile holds.
+        ValueError: if arguments of the cache rows are missing, or `config.merge_tile` is too small for k.
     """
     rows, columns = logits.shape
     if k > MAX_K:
         raise NotImplementedError(f"topk (Triton): k is {k}; this kernel selects at most {MAX_K}")
     if rows == 0 or columns == 0:
         return jnp.full((rows, k), -1, jnp.int32)
-    config = config or default_config(rows, columns, k)
-    span = span_of(config, columns, k)
-    config = dataclasses.replace(config, span=span)
+    first, *merges = levels(config or default_config(rows, columns, k), columns, k)
     interpret = interpret_here() if interpret is None else interpret
     paging = Paging.of(page_table, requests, page_size)
-    spans = pl.cdiv(columns, span)
-    chunks = pl.cdiv(min(span, columns), config.tiles[-1])
-    if spans * k > MAX_TILE or (chunks > 1 and chunks * k > config.tiles[-1]):
-        raise NotImplementedError(
-            f"topk (Triton): {columns} columns in {spans} spans of {chunks} tiles leave more candidates than a tile holds "
-            f"({config.tiles[-1]} in a span, {MAX_TILE} in a row); choose another split or implementation"
-        )
-    if spans == 1:
-        return _launch(logits, limits, k, config, interpret, paging)[0]
-    short, positions, values, *_ = _launch(logits, limits, k, config, interpret, paging)
-    width = max(1024, pl.next_power_of_2(spans * k))
-    merge = Config(_tiles(width), _warps(width), width, config.exact)
-    found = (span, columns, short, positions)
-    return _launch(values, limits, k, merge, interpret, paging, found)[0]
+    result, *finds = _launch(logits, limits, k, first, interpret, paging)
+    merged = (first.columns,)
+    for config in merges:
+        positions, values = finds
+        before = _Before(columns, merged, result, positions)
+        result, *finds = _launch(values, limits, k, config, interpret, paging, before)
+        merged = (*merged, config.columns)
+    return result
 
 
 class Paging(NamedTuple):
@@ -185,23 +204,32 @@ class Paging(NamedTuple):
         return cls(page_table, requests, page_size)
 
 
-def _launch(logits, limits, k, config, interpret, paging: Paging | None, merge=None) -> tuple[Array, ...]:
-    """One launch: `(result, ...)`, followed by positions and values of the spans' finds if there are several spans.
+class _Before(NamedTuple):
+    """What a merge needs of the launches before: the rows' columns, all spans, the result, positions of the last finds."""
 
-    `merge` is `(span, columns, result, positions)` of the launch whose values are `logits`.
+    columns: int
+    merged: tuple[int, ...]
+    result: Array
+    positions: Array
+
+
+def _launch(
+    logits, limits, k, config, interpret, paging: Paging | None, before: _Before | None = None
+) -> tuple[Array, ...]:
+    """One launch: `(result,)`, followed by positions and values of the spans' finds if there are several spans.
+
+    With `before` the rows of `logits` are the values of the finds of the launch before.
     """
     rows, columns = logits.shape
-    merged_span, counted, short, positions = merge or (0, columns, None, None)
-    spans, largest = pl.cdiv(columns, config.span), config.tiles[-1]
-    chunks = pl.cdiv(min(config.span, columns), largest)
+    spans, chunks = pl.cdiv(columns, config.columns), pl.cdiv(min(config.columns, columns), config.tiles[-1])
     shape = Shape(
         k=k,
-        columns=counted,
+        columns=before.columns if before else columns,
         spans=spans,
-        span=config.span,
+        span=config.columns,
         tiles=config.tiles,
         listed=chunks > 1,
-        merged_span=merged_span,
+        merged=before.merged if before else (),
         page_size=paging.page_size if paging else 0,
         warps=config.warps,
         exact=interpret if config.exact is None else config.exact,
@@ -210,17 +238,17 @@ def _launch(logits, limits, k, config, interpret, paging: Paging | None, merge=N
     operands = {"logits": logits, "limits": limits}
     outputs = {"result": jax.ShapeDtypeStruct((rows, k), jnp.int32)}
     if spans > 1:
-        outputs["positions"] = jax.ShapeDtypeStruct((rows, spans * k), jnp.int32)
-        outputs["values"] = jax.ShapeDtypeStruct((rows, spans * k), jnp.float32)
+        outputs["positions"] = jax.ShapeDtypeStruct((rows, spans * shape.kept), jnp.int32)
+        outputs["values"] = jax.ShapeDtypeStruct((rows, spans * shape.kept), jnp.float32)
     if chunks > 1:
         outputs["list_positions"] = jax.ShapeDtypeStruct((rows * spans, chunks * k), jnp.int32)
         outputs["list_values"] = jax.ShapeDtypeStruct((rows * spans, chunks * k), jnp.float32)
     if paging:
         operands |= {"page_table": paging.page_table, "requests": paging.requests}
     aliases = {}
-    if merged_span:
+    if before:
         aliases = {len(operands): 0}  # rows of one span are done: the merge completes the result in place
-        operands |= {"short": short, "found": positions}
+        operands |= {"short": before.result, "found": before.positions}
     names = (*operands, *outputs)
 
     def body(*refs):
@@ -230,9 +258,9 @@ def _launch(logits, limits, k, config, interpret, paging: Paging | None, merge=N
         body,
         grid=(rows * spans,),
         out_shape=tuple(outputs.values()),
-        name="topk_merge" if merged_span else "topk",
+        name="topk_merge" if before else "topk",
         num_warps=config.warps,
         input_output_aliases=aliases,
         interpret=interpret,
     )
-    return call(*operands.values())
+    return call(*operands.values())[: 3 if spans > 1 else 1]

@@ -152,6 +152,8 @@ def test_odd_widths(module, columns, k, dtype):
 def scores_of(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Random scores with ties, infinities or NaN."""
     x = rng.normal(size=shape).astype(np.float32)
+    if kind == "equal":
+        return np.where(x > 0, np.float32(0), np.float32(-0.0))
     if kind == "rounded":
         return np.round(x * 2) / 2
     if kind == "mostly NaN":
@@ -180,6 +182,112 @@ def test_blocks_and_spans(kind, k, columns, config):
     got = topk_mosaic.topk(jnp.asarray(logits), jnp.asarray(limits, jnp.int32), k, config=config)
     for row, limit, positions in zip(logits, limits, np.asarray(got), strict=True):
         np.testing.assert_array_equal(positions, model(row, limit, k), err_msg=f"limit {limit}")
+
+
+LEVELS = {
+    # columns, k, config, spans of all launches, greatest lengths for which the first, the second, ... is the last
+    "three": (8_500, 8, Config((256,), 2, merge_tile=256), [256, 256, 256], [256, 8_192]),
+    "four": (4_001, 64, Config((128,), 1, merge_tile=256), [128, 256, 256, 256], [128, 512, 2_048]),
+    "candidate lists": (3_000, 64, Config((128, 256), 1, 512, merge_tile=256), [512, 256, 256], [512, 2_048]),
+    "spans shorter than k": (
+        3_000,
+        200,
+        Config((128,), 1, merge_tile=512),
+        [128, 512, 512, 512, 512],
+        [
+            128,
+            512,
+            1_136,
+            2_696,
+        ],  # 1,136 leave 2 x 200 + 112, and 2,696 leave 5 x 200 + 136, which leave 512 again
+    ),
+}
+
+
+def level_rows(name: str, kind: str) -> tuple[np.ndarray, list[int]]:
+    """Scores of one call whose rows are complete after different launches, with their limits."""
+    columns, k, _, spans, ends = LEVELS[name]
+    limits = {0, 1, k - 1, k, k + 1, columns - 1, columns} | {end + i for end in ends for i in (-1, 0, 1)}
+    limits |= {columns // spans[0] * spans[0] + i for i in (-1, 0, 1)}
+    limits = np.random.default_rng(1).permutation(sorted(limits)).tolist()
+    return scores_of(kind, np.random.default_rng(7), (len(limits), columns)), limits
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("kind", ["normal", "rounded", "mostly NaN", "equal"])
+def test_levels(name, kind):
+    """Merges of several levels: all lengths at which a row is complete one launch later, in one call."""
+    _, k, config, _, _ = LEVELS[name]
+    logits, limits = level_rows(name, kind)
+    got = topk_triton.topk(jnp.asarray(logits), jnp.asarray(limits, jnp.int32), k, config=config)
+    for row, limit, positions in zip(logits, limits, np.asarray(got), strict=True):
+        np.testing.assert_array_equal(positions, model(row, limit, k), err_msg=f"limit {limit}")
+
+
+@pytest.mark.parametrize("name", ["three", "spans shorter than k"])
+def test_cache_rows_of_levels(name):
+    """Every launch that completes rows translates them; pages of 32 in reverse order, one of them missing."""
+    columns, k, config, _, _ = LEVELS[name]
+    logits, limits = level_rows(name, "normal")
+    pages = -(-columns // 32)
+    table = np.arange(pages, dtype=np.int32)[::-1].copy()
+    table[2] = -1
+    logits[:, 70] = 50  # one of the best lies on the missing page, wherever the row reaches it
+    paging = dict(
+        page_table=jnp.asarray(table[None]), requests=jnp.zeros(len(limits), jnp.int32), page_size=32
+    )
+    got = topk_triton.topk(jnp.asarray(logits), jnp.asarray(limits, jnp.int32), k, config=config, **paging)
+    for row, limit, entries in zip(logits, limits, np.asarray(got), strict=True):
+        positions = model(row, limit, k)
+        there = (positions >= 0) & (positions // 32 != 2)
+        wanted = np.where(there, (pages - 1 - positions // 32) * 32 + positions % 32, -1)
+        np.testing.assert_array_equal(entries, wanted, err_msg=f"limit {limit}")
+
+
+def test_ties_across_levels():
+    """By hand: of equal scores in all spans the lowest positions are left after every merge, whatever lies between."""
+    columns, k, config, _, _ = LEVELS["four"]
+    logits = np.full((4, columns), -INF, np.float32)
+    logits[0, -1] = 1  # the last of the last span, and the first of the rest
+    logits[1, 31::125] = 2  # 32 scores all over the row; 32 of the ties below remain to be chosen
+    logits[1, 1_000:] = np.maximum(logits[1, 1_000:], 1)
+    logits[2, :300] = logits[2, 3_000:] = 4  # the tied group is full long before its second part
+    logits[3] = NAN
+    logits[3, [127, 128, 4_000]] = -INF, 3, -INF
+    got = topk_triton.topk(jnp.asarray(logits), jnp.full(4, columns, jnp.int32), k, config=config)
+    best = list(range(31, columns, 125))
+    wanted = [
+        [*range(63), 4_000],
+        sorted(best + [i for i in range(1_000, 1_100) if i not in best][:32]),
+        list(range(64)),
+        [*range(61), 127, 128, 4_000],
+    ]
+    assert got.tolist() == wanted
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_spans_of_levels(name):
+    columns, k, config, spans, _ = LEVELS[name]
+    assert [launch.columns for launch in topk_triton.levels(config, columns, k)] == spans
+
+
+def test_launches_of_a_million_columns():
+    """32 spans leave 65,536 finds, their two spans 4,096, which one small tile holds; a small k needs one merge."""
+    columns = 1 << 20
+    launches = topk_triton.levels(topk_triton.default_config(1, columns, 2_048), columns, 2_048)
+    tiles = [(launch.tiles, launch.warps, launch.columns) for launch in launches]
+    large = ((8_192, 32_768), 16, 32_768)
+    assert tiles == [large, large, ((4_096,), 4, 4_096)]
+    assert len(topk_triton.levels(topk_triton.default_config(1, columns, 8), columns, 8)) == 2
+
+
+def test_a_merge_that_would_not_end_is_refused():
+    """A tile of less than twice k may leave as many finds as it was given; a row of one span needs no merge."""
+    config = Config((256,), 2, merge_tile=256)
+    with pytest.raises(ValueError, match="merge_tile is 256, wanted at least 258.* Raise merge_tile or"):
+        topk_triton.topk(jnp.zeros((1, 257)), jnp.zeros(1, jnp.int32), 129, config=config)
+    got = topk_triton.topk(jnp.zeros((1, 256)), jnp.full(1, 256, jnp.int32), 129, config=config)
+    assert got.tolist() == [list(range(129))]
 
 
 @pytest.mark.parametrize("sampled", [-100, 100, None])
@@ -253,7 +361,7 @@ def test_no_rows(module):
     ],
 )
 def test_candidates_that_fit_nowhere_are_refused(kernel):
-    """Too many spans for a merge, too many tiles for a candidate list."""
+    """Too many tiles for a candidate list, too many spans for a cluster's merge."""
     with pytest.raises(NotImplementedError, match="more candidates than a (tile|cluster) holds"):
         kernel(jnp.zeros((1, 40_000)), jnp.zeros(1, jnp.int32), 2_048)
 
@@ -263,15 +371,17 @@ def test_candidates_that_fit_nowhere_are_refused(kernel):
 @pytest.mark.parametrize("rows", [1, 4, 64, 4_096])
 def test_default_config_fits(rows, columns, k):
     """What the kernel requires of a configuration holds for the defaults, up to a million columns."""
-    config = topk_triton.default_config(rows, columns, k)
-    largest = config.tiles[-1]
-    assert list(config.tiles) == sorted(config.tiles)
-    assert all(tile % (128 * config.warps) == 0 for tile in config.tiles)
-    assert config.span % largest == 0
-    spans = -(-columns // config.span)
-    assert spans * k <= topk_triton.MAX_TILE
-    chunks = -(-min(columns, config.span) // largest)
-    assert chunks == 1 or chunks * k <= largest
+    launches = topk_triton.levels(topk_triton.default_config(rows, columns, k), columns, k)
+    finds = columns
+    for launch in launches:
+        assert list(launch.tiles) == sorted(launch.tiles)
+        assert all(tile % (128 * launch.warps) == 0 for tile in launch.tiles)
+        assert launch.columns == launch.tiles[-1]  # no candidate lists
+        spans = -(-finds // launch.columns)
+        assert spans == 1 or spans * k < finds
+        finds = spans * k
+    assert spans == 1
+    assert len(launches) <= 3
 
 
 @pytest.mark.parametrize("columns", [1, 2_049, 8_192, 9_000, 32_768, 50_000, 131_072, 1 << 20])
@@ -333,11 +443,11 @@ def compiled_case(*, rows, columns, k=2_048, paged=False, module="triton"):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("card", ["sm80", "sm90", "sm100"])
-@pytest.mark.parametrize(("rows", "columns", "launches"), [(64, 4_096, 1), (4, 131_072, 2)])
+@pytest.mark.parametrize(("rows", "columns", "launches"), [(64, 4_096, 1), (4, 131_072, 2), (1, 1 << 20, 3)])
 def test_compiles(compile_environment, card, rows, columns, launches):
-    """Short rows take one launch, rows of several spans two; the candidates are the only workspace."""
+    """Short rows take one launch, longer ones a merge or two; the finds are the only workspace."""
     case = "contracts.test_topk_kernels:compiled_case"
-    result = compile_case(compile_environment, card, case, rows=rows, columns=columns, paged=launches == 2)
+    result = compile_case(compile_environment, card, case, rows=rows, columns=columns, paged=launches > 1)
     assert len(result.get("calls", [])) == launches, result
     assert result["temp"] <= rows * columns * 4, result
 

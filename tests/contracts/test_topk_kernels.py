@@ -449,6 +449,7 @@ def test_compiles(compile_environment, card, rows, columns, launches):
     case = "contracts.test_topk_kernels:compiled_case"
     result = compile_case(compile_environment, card, case, rows=rows, columns=columns, paged=launches > 1)
     assert len(result.get("calls", [])) == launches, result
+    assert not result["spilled"]
     assert result["temp"] <= rows * columns * 4, result
 
 

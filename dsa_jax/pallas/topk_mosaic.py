@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import topk_lockstep, tuning
 from dsa_jax.pallas.config_checks import check_fields, multiple_of, one_of, power_of_two
-from dsa_jax.pallas.topk_cluster import Plan, select_row
+from dsa_jax.pallas.topk_cluster import select_row
+from dsa_jax.pallas.topk_plan import Plan
 from dsa_jax.pallas.topk_ptx import PtxMachine
 from dsa_jax.pallas.topk_triton import MAX_K, Paging
 

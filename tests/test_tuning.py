@@ -133,17 +133,17 @@ def test_schedule_of_contexts(heads):
 @pytest.mark.parametrize(
     ("rows", "columns", "mosaic", "triton"),
     [
-        # threads, items, cluster, samples; tiles, warps
+        # threads, items, cluster, samples, threads for short rows; tiles, warps
         (64, 32768, (512, 32, 2, 2048), ((8192, 32768), 16)),
         (64, 8192, (512, 16, 1, 1024), ((8192,), 8)),
-        (64, 131072, (1024, 64, 2, 2048), ((8192, 16384), 8)),
+        (64, 131072, (1024, 64, 2, 2048, 512), ((8192, 16384), 8)),
         (4, 131072, (512, 32, 8, 2048), ((8192, 32768), 16)),
         (1, 32768, (512, 32, 2, 2048), ((8192, 32768), 16)),
         (128, 16384, (1024, 16, 1, 2048), ((8192, 16384), 8)),
         (1, 1 << 20, (512, 32, 8, 2048), ((8192, 32768), 16)),
         (4096, 8192, (256, 32, 1, 512), ((8192,), 8)),
         (1024, 32768, (512, 64, 1, 2048), ((8192, 32768), 16)),
-        (256, 131072, (1024, 64, 2, 2048), ((8192, 16384), 8)),
+        (256, 131072, (1024, 64, 2, 2048, 512), ((8192, 16384), 8)),
         (64, 4096, (512, 8, 1, 1024), ((4096,), 4)),
         # Either side of the other bounds: two rows, one, a half, a quarter and an eighth of a multiprocessor's.
         (264, 1000, (512, 4, 1, 1024), ((1024,), 2)),
@@ -154,13 +154,13 @@ def test_schedule_of_contexts(heads):
         (33, 65536, (512, 32, 4, 2048), ((8192, 32768), 16)),
         (34, 65536, (1024, 64, 1, 2048), ((8192, 32768), 16)),
         (16, 65537, (512, 32, 8, 2048), ((8192, 32768), 16)),
-        (17, 65537, (1024, 64, 2, 2048), ((8192, 32768), 16)),
+        (17, 65537, (1024, 64, 2, 2048, 512), ((8192, 32768), 16)),
         (132, 32769, (1024, 64, 1, 2048), ((8192, 16384), 8)),
     ],
 )
 def test_schedules_of_top_k(rows, columns, mosaic, triton):
-    threads, items, cluster, samples = mosaic
-    want = topk_mosaic.Config(threads, items, cluster, samples=samples)
+    threads, items, cluster, samples, *short = mosaic
+    want = topk_mosaic.Config(threads, items, cluster, samples=samples, short_threads=sum(short))
     assert topk_mosaic.default_config(rows, columns, 132) == want
     assert topk_triton.default_config(rows, columns, 2048) == topk_triton.Config(*triton)
 

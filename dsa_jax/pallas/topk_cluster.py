@@ -5,6 +5,9 @@ search counts the keys of a range in 2,048 bins of shared memory and narrows the
 lies; a first range comes from a sample. Two turns mostly suffice and four always do: a sample may mislead once, and each
 other turn takes eleven bits. The blocks read each other's bins through distributed shared memory.
 
+The program for long rows skips what a short one lacks score by score, in many steps. So there may be a second program, for
+rows that some threads of the first block hold: all others end at once, and no barrier waits for another block.
+
 Scores that pass are marked in one bit per column. Ranks come from counts of bits, so positions come out ascending. They are
 gathered in shared memory and written together: written one by one, each would cost a sector.
 """
@@ -50,7 +53,14 @@ def select_row(m: Machine, plan: Plan) -> None:
             m.store(m.at(result, index), m.select(unused, _TOP, value), index < plan.k)
 
     m.when((count <= plan.k) & (m.rank == 0), everything)
-    m.when(count > plan.k, lambda: _Row(m, plan, source, result, count).select())
+    select = lambda plan: _Row(m, plan, source, result, count).select()
+    short = plan.short()
+    if short:
+        fits = count <= short.threads * short.items
+        m.when((count > plan.k) & fits & (m.rank == 0) & (m.thread < short.threads), lambda: select(short))
+        m.when((count > plan.k) & ~fits, lambda: select(plan))
+    else:
+        m.when(count > plan.k, lambda: select(plan))
 
 
 class _Source:
@@ -129,13 +139,22 @@ class _Row:
         scores = self._load_scores()
         m.clear("bins", m.thread, 2 * BINS // plan.threads, plan.threads)
         m.write("beyond", m.thread, [0], m.thread < 2)
-        m.barrier()
+        self._barrier()
         for key in sample:
             m.increase("bins", key >> (32 - BIN_BITS), 1)
-        m.barrier()
+        self._barrier()
         low, last = self._guess()
         self.held = self._keys_of(scores)
         self._emit(*self._search(low, last))
+
+    def _barrier(self) -> None:
+        self.m.barrier(self.plan.threads)
+
+    def _cluster_barrier(self) -> None:
+        if self.plan.cluster > 1:
+            self.m.cluster_barrier(self.several)
+        else:
+            self._barrier()
 
     def _quads(self, body: Callable[[int, list[Any]], None]) -> None:
         """Run a body for each four scores of a thread, given their first number and keys; skip what no thread has."""
@@ -226,7 +245,7 @@ class _Row:
             lower = m.from_lower_lane(through, distance)
             through = through + m.select(m.lane >= distance, lower, 0)
         m.write("warps", m.warp, [through], m.lane == 31)
-        m.barrier()
+        self._barrier()
         [totals] = m.read("warps", m.lane, where=m.lane < self.plan.threads // 32)
         lower_warps = m.warp_sum(m.select(m.lane < m.warp, totals, 0))
         return lower_warps + through - value, m.warp_sum(totals)
@@ -252,7 +271,7 @@ class _Row:
                     above = through
 
             m.when((before < need) & (before + total >= need), walk)
-        m.barrier()
+        self._barrier()
         found = m.read("found", 0, 4 * len(needs))
         return [found[4 * n : 4 * n + 3] for n in range(len(needs))]
 
@@ -343,7 +362,7 @@ class _Row:
         m, plan = self.m, self.plan
         each = BINS // plan.threads
         place = (half * BINS + (BINS - each)) - m.thread * each
-        m.cluster_barrier(self.several)
+        self._cluster_barrier()
         if plan.cluster > 1:
             counts, beyond = self._of_all_blocks(place, each)
         else:
@@ -399,7 +418,7 @@ class _Row:
         sure_before, level_before = m.variable(before & 0xFFF), m.variable(before >> 12)
         if plan.cluster > 1:
             m.write_at("blocks", m.rank, m.thread, total, m.thread < self.busy)
-            m.cluster_barrier(self.several)
+            self._cluster_barrier()
             for rank in range(plan.cluster - 1):
                 [block] = m.read("blocks", rank, where=m.rank > rank)
                 sure_before.set(sure_before.get() + (block & 0xFFF))
@@ -427,7 +446,7 @@ class _Row:
             [sure_before.get() + m.minimum(level_before.get(), room)],
             m.thread == plan.threads - 1,
         )
-        m.barrier()
+        self._barrier()
         [end] = m.read("found", 0)
         result = m.at(self.result, begin)
         for i in range(0, plan.k, plan.threads):

@@ -172,7 +172,7 @@ class LockstepMachine:
             body()
         self._mask = mask
 
-    def barrier(self) -> None:
+    def barrier(self, threads: int) -> None:
         """Nothing: lockstep."""
 
     def cluster_barrier(self, several: Flag) -> None:

@@ -168,8 +168,8 @@ class Machine(Protocol):
         """Repeat while a condition holds."""
         ...
 
-    def barrier(self) -> None:
-        """Wait for the block."""
+    def barrier(self, threads: int) -> None:
+        """Wait for the first threads of the block, the only ones that may be here."""
         ...
 
     def cluster_barrier(self, several: Any) -> None:

@@ -39,6 +39,8 @@ class Config:
         least: scores that a thread takes before another block helps, a power of two.
         held: how many of its scores a thread holds in registers, a multiple of 4; the others lie in shared memory.
         samples: scores that the first range comes from, a power of two from `threads` up to 2,048.
+        short_threads: threads of the program for short rows, a power of two from 128 to `threads`; 0 for none.
+        short_items: scores of each of them, a multiple of 4, at most 32; rows of up to their product are short.
     """
 
     threads: int
@@ -47,6 +49,8 @@ class Config:
     least: int = 8
     held: int = 32
     samples: int = 2048
+    short_threads: int = 0
+    short_items: int = 16
 
     def __post_init__(self) -> None:
         check_fields(
@@ -57,6 +61,8 @@ class Config:
             least=power_of_two(),
             held=multiple_of(4),
             samples=power_of_two(max(self.threads, 128), 2048),
+            short_threads=one_of(0, *(n for n in (128, 256, 512, 1024) if n <= self.threads)),
+            short_items=multiple_of(4, 4, 32),
         )
 
     @property
@@ -160,6 +166,8 @@ def _plan(k: int, columns: int, config: Config, span: int) -> Plan:
         cluster=min(config.cluster, useful),
         least=least,
         samples=config.samples,
+        short_threads=config.short_threads if span > config.short_threads * config.short_items else 0,
+        short_items=config.short_items,
     )
 
 

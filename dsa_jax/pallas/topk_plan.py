@@ -23,6 +23,8 @@ class Plan:
         cluster: blocks of a cluster, a power of two.
         least: scores that a thread takes before another block helps, a power of two.
         samples: scores that the first range comes from, a power of two.
+        short_threads: threads of the program for short rows, 0 for none.
+        short_items: scores of each of them, at most 32.
         page_size: the result holds cache rows of pages this large, a power of two; 0 for positions.
         pages: pages of a request in the page table.
     """
@@ -38,8 +40,25 @@ class Plan:
     cluster: int
     least: int
     samples: int
+    short_threads: int = 0
+    short_items: int = 0
     page_size: int = 0
     pages: int = 0
+
+    def short(self) -> Plan | None:
+        """For rows that some threads of one block hold in registers; None if all rows take the same program."""
+        if not self.short_threads:
+            return None
+        return dataclasses.replace(
+            self,
+            threads=self.short_threads,
+            items=self.short_items,
+            held=self.short_items,
+            cluster=1,
+            least=min(self.least, self.short_items),
+            samples=min(self.samples, 2 * self.short_threads),
+            short_threads=0,
+        )
 
     def shared_sizes(self) -> dict[str, int]:
         """Words of shared memory by name."""

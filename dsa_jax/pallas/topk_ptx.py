@@ -85,7 +85,7 @@ class PtxMachine:
         """Args: `arrays`: PTX operand of each array's address; `shared`: PTX operand; `sizes`: words by name."""
         self._lines: list[str] = []
         self._counts = dict.fromkeys((*_LETTERS, "l"), 0)
-        self._cluster, self._warps = cluster, threads // 32
+        self._threads = threads
         self._base, self._begins = shared, {}
         begin = 0
         for name, size in sizes.items():
@@ -185,22 +185,19 @@ class PtxMachine:
         self.line(f"bra {again};")
         self.line(f"{end}:")
 
-    def barrier(self) -> None:
-        """Wait for the block."""
-        self.line("bar.sync 0;")
+    def barrier(self, threads: int) -> None:
+        """Wait for the first threads of the block, the only ones that may be here."""
+        self.line("bar.sync 0;" if threads == self._threads else f"bar.sync 1, {threads};")
 
     def cluster_barrier(self, several: Flag) -> None:
         """Wait for the cluster's blocks that have not ended; for the own one alone unless there are several."""
-        if self._cluster == 1:
-            self.barrier()
-            return
         alone, end = self._name("l"), self._name("l")
         self.line(f"@!{several.name} bra {alone};")
         self.line("barrier.cluster.arrive.release.aligned;")
         self.line("barrier.cluster.wait.acquire.aligned;")
         self.line(f"bra {end};")
         self.line(f"{alone}:")
-        self.barrier()
+        self.barrier(self._threads)
         self.line(f"{end}:")
 
     # Warps

@@ -31,6 +31,9 @@ KERNELS = {name: partial(topk_triton.topk, config=config) for name, config in CO
         "one block": topk_mosaic.Config(128, 4, 1),
         "keys in shared memory": topk_mosaic.Config(128, 8, 1, least=4, held=4),
         "two blocks": topk_mosaic.Config(128, 4, 2, least=1, samples=128),
+        "short rows on half of a block": topk_mosaic.Config(
+            256, 4, 2, least=1, samples=256, short_threads=128, short_items=4
+        ),
         "four blocks, threads to spare": topk_mosaic.Config(256, 4, 4, least=1),
     }.items()
 }
@@ -172,6 +175,9 @@ def scores_of(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
         (2_200, topk_mosaic.Config(128, 4, 2, least=2)),  # three of 1,024
         (5_000, topk_mosaic.Config(128, 40, 1, held=8)),  # over 32 scores a thread: two words of marks a lane
         (9_000, topk_mosaic.Config(128, 64, 2, least=4, held=0)),
+        # Rows of up to 1,024 and of up to 512 have a program of their own, the latter in each of three spans.
+        (3_000, topk_mosaic.Config(256, 8, 2, least=2, short_threads=128, short_items=8)),
+        (2_200, topk_mosaic.Config(128, 4, 2, least=2, short_threads=128, short_items=4)),
     ],
 )
 def test_blocks_and_spans(kind, k, columns, config):

@@ -134,14 +134,15 @@ class _Row:
 
     def _select(self) -> None:
         m, plan = self.m, self.plan
+        # Used only when all loads are on their way: a use waits for memory, and none passes a branch.
         sample = self._load_sample()
-        self._store_keys()
         scores = self._load_scores()
+        self._store_keys()
         m.clear("bins", m.thread, 2 * BINS // plan.threads, plan.threads)
         m.write("beyond", m.thread, [0], m.thread < 2)
         self._barrier()
-        for key in sample:
-            m.increase("bins", key >> (32 - BIN_BITS), 1)
+        for bits in sample:
+            m.increase("bins", self._key(bits) >> (32 - BIN_BITS), 1)
         self._barrier()
         low, last = self._guess()
         self.held = self._keys_of(scores)
@@ -186,6 +187,7 @@ class _Row:
         return self.m.thread * _QUAD + (begin - self.plan.held) * self.plan.threads
 
     def _load_sample(self) -> list[Any]:
+        """This thread's part of the sample, as bits."""
         m, plan = self.m, self.plan
         groups, bits = self.count >> 3, (plan.samples // _GROUP).bit_length() - 1
         found = []
@@ -193,7 +195,7 @@ class _Row:
             number = m.thread + i * plan.threads
             index = ((number >> 3) * groups >> bits) * _GROUP + (number & (_GROUP - 1))
             found.append(self.source.loader(index)(0, index < self.count))
-        return [self._key(bits) for bits in found]
+        return found
 
     def _load_scores(self) -> list[Any]:
         """Scores for the registers, as bits in variables, while they arrive."""

@@ -388,19 +388,24 @@ class _Row:
         """Write positions of the keys above a range, and of as many in it as there is room for."""
         m, plan = self.m, self.plan
         each = -(-plan.items // 32)  # words of a lane
+        # Where there are fewer words than lanes, several lanes share one, each with bits of its own: the loop over bits
+        # takes as long as the fullest lane.
+        sharing = 1 << max(0, 5 - (plan.items - 1).bit_length())
+        holder, own_bits = m.lane // sharing, 32 // sharing
+        own = ((1 << own_bits) - 1) << ((m.lane & (sharing - 1)) * own_bits)
         sure, level = ([m.variable(0) for _ in range(each)] for _ in range(2))
         width = high - low
 
         def mark(begin, keys):
             for j, key in enumerate(keys, begin):
-                sure[j % each].set(m.ballot(key >= low), m.lane == j // each)
+                sure[j % each].set(m.ballot(key >= low), holder == j // each)
 
             def mark_level():
                 inside = [key - low <= width for key in keys]
 
                 def set_level():
                     for j, flag in enumerate(inside, begin):
-                        level[j % each].set(m.ballot(flag), m.lane == j // each)
+                        level[j % each].set(m.ballot(flag), holder == j // each)
 
                 m.when(m.any(_any(inside)), set_level)
 
@@ -409,9 +414,9 @@ class _Row:
         self._quads(mark)
         counts = None
         for i in range(each):
-            exists = m.lane * each + i < self.items
-            level[i].set(m.select(exists, level[i].get(), 0))
-            sure[i].set(m.select(exists, sure[i].get() & (level[i].get() ^ _TOP), 0))
+            held = m.select(holder * each + i < self.items, own, 0)
+            level[i].set(level[i].get() & held)
+            sure[i].set(sure[i].get() & (level[i].get() ^ _TOP) & held)
             count = m.bits(sure[i].get()) + (m.bits(level[i].get()) << 12)
             counts = count if counts is None else counts + count
         # Fewer than 4,096 are sure, so two counts share a number.
@@ -428,7 +433,7 @@ class _Row:
         begin = sure_before.get() - (before & 0xFFF) + m.minimum(level_before.get() - (before >> 12), room)
         for i in range(each):
             word = m.variable(sure[i].get() | level[i].get())
-            first = self.first + m.lane * (32 * each) + 32 * i
+            first = self.first + holder * (32 * each) + 32 * i
 
             def next_bit(word=word, first=first, sure=sure[i]):
                 bit = m.lowest_bit(word.get())

@@ -244,8 +244,7 @@ class _Row:
         m = self.m
         through = value
         for distance in (1, 2, 4, 8, 16):
-            lower = m.from_lower_lane(through, distance)
-            through = through + m.select(m.lane >= distance, lower, 0)
+            through = m.plus_lower_lane(through, distance)
         m.write("warps", m.warp, [through], m.lane == 31)
         self._barrier()
         [totals] = m.read("warps", m.lane, where=m.lane < self.plan.threads // 32)

@@ -191,11 +191,11 @@ class LockstepMachine:
         words = np.where(self._by_warp(flag.value), weights, np.uint32(0)).sum(axis=2, dtype=np.uint32)
         return Number(np.repeat(words, 32, axis=1))
 
-    def from_lower_lane(self, a: Number, distance: int) -> Number:
-        """The number of the lane that lies lower by a distance; the own one where there is none."""
+    def plus_lower_lane(self, a: Number, distance: int) -> Number:
+        """The own number plus that of the lane that lies lower by a distance, if there is one."""
         lanes = self._by_warp(a.value)
-        moved = np.concatenate([lanes[..., :distance], lanes[..., :-distance]], axis=2)
-        return Number(moved.reshape(self._shape))
+        lower = np.pad(lanes[..., :-distance], ((0, 0), (0, 0), (distance, 0)))
+        return Number((lanes + lower).reshape(self._shape))
 
     def warp_sum(self, a: Number) -> Number:
         """Sum over the warp."""

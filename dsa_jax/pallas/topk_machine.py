@@ -184,8 +184,8 @@ class Machine(Protocol):
         """One bit for each lane of the warp."""
         ...
 
-    def from_lower_lane(self, a: Any, distance: int) -> Any:
-        """The number of the lane that lies lower by a distance; the own one where there is none."""
+    def plus_lower_lane(self, a: Any, distance: int) -> Any:
+        """The own number plus that of the lane that lies lower by a distance, if there is one."""
         ...
 
     def warp_sum(self, a: Any) -> Any:

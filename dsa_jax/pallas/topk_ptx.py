@@ -210,9 +210,13 @@ class PtxMachine:
         """One bit for each lane of the warp."""
         return self.number("vote.sync.ballot.b32", flag, _ALL_LANES)
 
-    def from_lower_lane(self, a: Number, distance: int) -> Number:
-        """The number of the lane that lies lower by a distance; the own one where there is none."""
-        return self.number("shfl.sync.up.b32", a, distance, 0, _ALL_LANES)
+    def plus_lower_lane(self, a: Number, distance: int) -> Number:
+        """The own number plus that of the lane that lies lower by a distance, if there is one."""
+        total, exists = Number(self, self._name("n")), Flag(self, self._name("p"))
+        # The shuffle's own flag: a comparison of the lane would be kept for the next sum, and flags are few.
+        self.line(f"shfl.sync.up.b32 {total.name}|{exists.name}, {a.name}, {distance}, 0, {_ALL_LANES};")
+        self.line(f"add.u32 {total.name}, {total.name}, {a.name};", exists)
+        return total
 
     def warp_sum(self, a: Number) -> Number:
         """Sum over the warp."""

@@ -58,7 +58,7 @@ TOPK: dict[str, tuple[int, int, int | None, float | None, Variants]] = {
     "64 x 131072": (64, 131072, None, 70, BOTH),
     "1 x 32768": (1, 32768, None, None, MOSAIC),
     "128 x 16384": (128, 16384, None, None, MOSAIC),
-    "1 x 1048576": (1, 1048576, None, None, MOSAIC),
+    "1 x 1048576": (1, 1048576, None, None, BOTH),
     "4096 x 8192": (4096, 8192, None, None, BOTH),
     "1024 x 32768": (1024, 32768, None, None, BOTH),
     "256 x 131072": (256, 131072, None, None, MOSAIC),

@@ -92,8 +92,11 @@ def test_schedules_of_paged_scores(heads, new_tokens, requests, keys, fp8, fp4):
     shape = dict(heads=heads, new_tokens=new_tokens, requests=requests, keys=keys)
     assert paged_logits_config.default_config(**shape, cores=132) == fp8
     assert paged_logits_fp4_mosaic.default_config(**shape) == fp4
-    for card in (A100, H200, B200):
-        assert paged_logits_triton.default_config(card, **shape) == paged_logits_triton.Config(8, 4, 3)
+    hopper = (32, 4, 3) if heads * new_tokens <= 64 else (32, 2, 4)
+    for card, form in itertools.product((A100, H200, B200), ("fp8", "fp4")):
+        want = hopper if (card, form) == (H200, "fp8") else (8, 4, 3)
+        found = paged_logits_triton.default_config(card, **shape, form=form)
+        assert found == paged_logits_triton.Config(*want)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,8 @@ def every_choice():
         shape = dict(heads=heads, new_tokens=new_tokens, requests=requests, keys=32768)
         paged_logits_config.default_config(**shape, cores=132)
         paged_logits_fp4_mosaic.default_config(**shape)
-        paged_logits_triton.default_config(H200, **shape)
+        for card in (A100, H200):
+            paged_logits_triton.default_config(card, **shape)
     paged_logits_config.prefill_config(heads=64)
     for card in (A100, H200):
         for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla"):

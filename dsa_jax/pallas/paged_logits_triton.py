@@ -57,9 +57,14 @@ class Config:
         )
 
 
-def default_config(device: Device, *, heads: int, new_tokens: int, requests: int, keys: int) -> Config:
-    """The schedule for a shape, by the rules of `tuning`; `keys` is the width of the scores."""
-    facts = dict(heads=heads, new_tokens=new_tokens, columns=heads * new_tokens, requests=requests, keys=keys)
+def default_config(
+    device: Device, *, heads: int, new_tokens: int, requests: int, keys: int, form: str = "fp8"
+) -> Config:
+    """The schedule for a shape and a form of keys, by the rules of `tuning`; `keys` is the width of the scores."""
+    facts: dict[str, Any] = dict(form=form)
+    facts |= dict(
+        heads=heads, new_tokens=new_tokens, columns=heads * new_tokens, requests=requests, keys=keys
+    )
     facts |= dict(cores=device.cores or 108, major=device.capability[0] if device.capability else 9)
     return tuning.choose("paged_logits_triton", Config, facts, device)
 
@@ -222,7 +227,12 @@ def score_groups(
     count = groups.shape[0] if grouped else pl.cdiv(tokens, rows)
     device = target_device()
     config = config or default_config(
-        device, heads=heads, new_tokens=rows, requests=count, keys=width * page_size
+        device,
+        heads=heads,
+        new_tokens=rows,
+        requests=count,
+        keys=width * page_size,
+        form="fp4" if fp4 else "fp8",
     )
     codes = not fp4 and _fp8_products(config, device, keys)
     cores = device.cores or 108

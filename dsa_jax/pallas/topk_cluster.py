@@ -22,6 +22,7 @@ from dsa_jax.pallas.topk_plan import BIN_BITS, BINS, Plan
 
 _GROUP = 8  # consecutive scores of a sample: one sector of memory
 _TOP = 0xFFFFFFFF
+_FEW = 16  # loads of a thread that are on their way at once
 _QUAD = 4  # scores of a thread that are skipped together and lie together in shared memory
 
 
@@ -134,15 +135,20 @@ class _Row:
 
     def _select(self) -> None:
         m, plan = self.m, self.plan
-        # Used only when all loads are on their way: a use waits for memory, and none passes a branch.
-        sample = self._load_sample()
-        scores = self._load_scores()
+        # A use waits for memory, and no load passes it. A few loads are on their way at once, and the sample is used after
+        # them; many queue up, and the sample would wait for room in the queue.
+        sample, late = self._load_sample(), plan.items <= _FEW
+        if not late:
+            sample = [self._key(bits) for bits in sample]
         self._store_keys()
+        scores = self._load_scores()
         m.clear("bins", m.thread, 2 * BINS // plan.threads, plan.threads)
         m.write("beyond", m.thread, [0], m.thread < 2)
         self._barrier()
-        for bits in sample:
-            m.increase("bins", self._key(bits) >> (32 - BIN_BITS), 1)
+        if late:
+            sample = [self._key(bits) for bits in sample]
+        for key in sample:
+            m.increase("bins", key >> (32 - BIN_BITS), 1)
         self._barrier()
         low, last = self._guess()
         self.held = self._keys_of(scores)

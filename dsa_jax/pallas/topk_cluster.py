@@ -22,7 +22,7 @@ from dsa_jax.pallas.topk_plan import BIN_BITS, BINS, Plan
 
 _GROUP = 8  # consecutive scores of a sample: one sector of memory
 _TOP = 0xFFFFFFFF
-_FEW = 16  # loads of a thread that are on their way at once
+_FEW = 8192  # loads of a block that are on their way at once
 _QUAD = 4  # scores of a thread that are skipped together and lie together in shared memory
 
 
@@ -137,7 +137,7 @@ class _Row:
         m, plan = self.m, self.plan
         # A use waits for memory, and no load passes it. A few loads are on their way at once, and the sample is used after
         # them; many queue up, and the sample would wait for room in the queue.
-        sample, late = self._load_sample(), plan.items <= _FEW
+        sample, late = self._load_sample(), plan.threads * plan.items <= _FEW
         if not late:
             sample = [self._key(bits) for bits in sample]
         self._store_keys()

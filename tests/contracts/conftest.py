@@ -13,5 +13,5 @@ def interpreted_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Where a contract asks for ``"triton"``, dispatch takes a card for granted; the kernels see the CPU and interpret."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     choice = parameters.get("implementation", ())
-    if "triton" in ((choice,) if isinstance(choice, str) else choice):
+    if "triton" in ((choice,) if isinstance(choice, str) else choice or ()):
         monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)

@@ -1,7 +1,8 @@
 """Whole decode loops inside one program: no token and no length leaves the device until the end.
 
 Both loops take the model as functions and the batch as a value, and return a value: the old one can be continued again
-(branching), as long as its cache was not donated. Pages must be reserved ahead for every token that a loop may write.
+(branching), as long as its cache was not donated. Pages are reserved ahead for every token that a loop may write; a request
+whose pages end early pauses there, live, and writes on in another loop once it has more.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def decode_loop(
     Args:
         step: the main model.
         params: its weights.
-        cache: holds ``batch.meta.kv_lens`` tokens of each request, with pages for ``count`` more.
+        cache: holds ``batch.meta.kv_lens`` tokens of each request, with pages for ``count`` more; with fewer a request
+            pauses where they end.
         batch: where the requests stand; its bucket has decode requests only. Of ``next_n`` token places of a request all
             but the first stay empty: more than one make the products of this loop as wide as those of a verification, so
             that both round alike.
@@ -146,16 +148,18 @@ def decode_loop(
     problems = misfit("batch.last", batch.last, (requests,), ("int32",), f"int32[{requests}]")
     _check("decode_loop", batch, problems, count, next_n=places)
 
+    held = _tokens_held(batch.meta.page_table, batch.meta.kv_lens, batch.meta.layout.page_size)
+
     def turn(i, state):
         cache, batch, written = state
-        live = batch.live.astype(jnp.int32)
-        meta = advance(batch.meta, live)
+        going = batch.live & (batch.meta.kv_lens < held)
+        meta = advance(batch.meta, going.astype(jnp.int32))
         tokens = jnp.pad(batch.last[:, None], ((0, 0), (0, places - 1))).reshape(-1)
         cache, logits, _ = _result("decode_loop", "step", step(params, cache, meta, tokens), tokens)
         token, _ = sampling.draw(logits.reshape(requests, places, -1)[:, 0], meta.kv_lens)
-        written = written.at[:, i].set(jnp.where(batch.live, token, -1))
-        last = jnp.where(batch.live, token, batch.last)
-        return cache, Batch(last=last, meta=meta, live=batch.live & ~sampling.stops(token)), written
+        written = written.at[:, i].set(jnp.where(going, token, -1))
+        last = jnp.where(going, token, batch.last)
+        return cache, Batch(last=last, meta=meta, live=batch.live & ~(going & sampling.stops(token))), written
 
     start = (cache, batch, jnp.full((requests, count), -1, jnp.int32))
     cache, batch, tokens = lax.fori_loop(0, count, turn, start)
@@ -192,7 +196,8 @@ def speculative_loop(
         step: the main model.
         draft: the prediction layer.
         params: weights of both.
-        caches: target and draft cache, with pages for ``count`` tokens and one turn more.
+        caches: target and draft cache, with pages for ``count`` tokens and one turn more. A request pauses where pages
+            of the target end; missing pages of the draft cache only make its drafts worse.
         batch: where the requests stand; a turn drafts one token less than its bucket's ``next_n``.
         draft_table: ``int32[R, W_draft]`` page table of the draft cache.
         count: static number of tokens.
@@ -230,6 +235,7 @@ def speculative_loop(
     if not found and is_whole(count):
         found = _room_problems("draft_table", draft_table.shape[1], caches[1].layout.page_size, count)
     _check("speculative_loop", batch, problems + found, count, next_n=max(places, 2), turns=turns)
+    held = _tokens_held(batch.meta.page_table, batch.meta.kv_lens, batch.meta.layout.page_size)
     place = jnp.arange(places, dtype=jnp.int32)[None, :]
     request = jnp.arange(requests, dtype=jnp.int32)[:, None]
 
@@ -256,8 +262,12 @@ def speculative_loop(
         drawn = None if given[0] is None else jnp.stack(given, axis=1)
         return cache, jnp.stack(tokens, axis=1), drawn
 
+    def going(batch: DraftBatch) -> Array:
+        return batch.live & (batch.meta.kv_lens < held)
+
     def turn(state):
         (cache, draft_cache), batch, written = state
+        before, batch = batch.live, replace(batch, live=going(batch))
         draft_cache, proposed, given = propose(draft_cache, batch)
         live = batch.live.astype(jnp.int32)
         meta = advance(batch.meta, live * places)
@@ -267,11 +277,12 @@ def speculative_loop(
         logits = logits.reshape(requests, places, -1)
         accepted, token = sampling.accept(logits, meta.kv_lens, proposed, given)
 
-        # The accepted drafts, then the target's own token; cut at the count and after a stop token.
+        # The accepted drafts, then the target's own token; cut at the count, after a stop token, and where pages end: a
+        # token that has none was not written, so what follows it is not known.
         output = jnp.where(place < accepted[:, None], jnp.pad(proposed, ((0, 0), (0, 1))), token[:, None])
         stops = sampling.stops(output).astype(jnp.int32)
         ended = jnp.cumsum(stops, axis=1, dtype=jnp.int32) > stops
-        room = (count - written.counts)[:, None]
+        room = jnp.minimum(count - written.counts, held - batch.meta.kv_lens)[:, None]
         kept = batch.live[:, None] & (place <= accepted[:, None]) & (place < room) & ~ended
         number = jnp.sum(kept, axis=1, dtype=jnp.int32)
         column = jnp.where(kept, written.counts[:, None] + place, count)
@@ -290,7 +301,7 @@ def speculative_loop(
             meta=replace(meta, new_lens=jnp.where(batch.live, number, batch.meta.new_lens)),
             following=jnp.where(alive, output, batch.following),
             hidden=jnp.where(alive[:, :, None], hidden.reshape(batch.hidden.shape), batch.hidden),
-            live=batch.live & ~jnp.any(kept & (stops > 0), axis=1) & (counts < count),
+            live=before & ~jnp.any(kept & (stops > 0), axis=1) & (counts < count),
         )
         return (cache, draft_cache), batch, written
 
@@ -300,7 +311,14 @@ def speculative_loop(
     start = (caches, batch, written)
     if turns is not None:
         return lax.fori_loop(0, turns, lambda _, state: turn(state), start)
-    return lax.while_loop(lambda state: jnp.any(state[1].live), turn, start)
+    return lax.while_loop(lambda state: jnp.any(going(state[1])), turn, start)
+
+
+def _tokens_held(table: Array, kv_lens: Array, page_size: int) -> Array:
+    """``int32[R]``: tokens of each request, from those that it has on, up to the first page that is missing."""
+    column = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+    missing = (table < 0) & (column >= (kv_lens // page_size)[:, None])
+    return jnp.min(jnp.where(missing, column, table.shape[1]), axis=1) * page_size
 
 
 def _at(array: Array, index: Array) -> Array:

@@ -185,6 +185,53 @@ def speculative(salt: int = 1, drafts: int = 2, count: int = COUNT, **options):
     return loop, {"caches": caches, "batch": batch, "draft_table": table, "sampling": Sampling.create()}
 
 
+def without_pages(meta: StepMetadata, pages: tuple[int, ...]) -> StepMetadata:
+    """Each request has so many pages of 4 tokens and no more."""
+    column = np.arange(meta.page_table.shape[1])[None, :]
+    return replace(meta, page_table=jnp.where(column < np.array(pages)[:, None], meta.page_table, -1))
+
+
+@pytest.mark.parametrize("pages", [(2, 1, 7), (1, 3, 2)])
+@pytest.mark.parametrize("drafts", [None, 1, 4])
+def test_a_request_pauses_where_its_pages_end(drafts, pages):
+    """Right text as far as pages reach, the others go on, and so does it once it has more; no page, no token at all."""
+    held = np.array([len(prompt) - 1 for prompt in PROMPTS])
+    counts = np.minimum(COUNT, 4 * np.array(pages) - held)
+    if drafts is None:
+        (cache, _), meta, last, _, _ = prefilled("v2", 1)
+        batch = Batch(last=last, meta=meta, live=jnp.ones(3, bool))
+        loop = jax.jit(partial(decode_loop, target_step, None, count=COUNT))
+        given = {"cache": cache, "sampling": Sampling.create()}
+    else:
+        loop, given = speculative(drafts=drafts)
+        loop, batch = jax.jit(loop), given.pop("batch")
+    few = replace(batch, meta=without_pages(batch.meta, pages))
+    kept, stands, written = loop(batch=few, **given)
+    assert written.counts.tolist() == counts.tolist()
+    text = [expected(p, int(n)) + [-1] * (COUNT - int(n)) for p, n in zip(PROMPTS, counts, strict=True)]
+    assert written.tokens.tolist() == text
+    assert stands.meta.kv_lens.tolist() == (held + counts).tolist()
+    paused = counts < COUNT
+    assert (np.asarray(stands.live)[paused]).all()
+    given |= {"cache" if drafts is None else "caches": kept}
+    more = replace(stands.meta, page_table=batch.meta.page_table)
+    *_, written = loop(batch=replace(stands, meta=more, live=jnp.asarray(paused)), **given)
+    for row in np.flatnonzero(paused):
+        assert written.tokens[row].tolist() == expected(PROMPTS[row], int(counts[row]) + COUNT)[counts[row] :]
+
+
+def test_missing_draft_pages_change_no_text():
+    """Drafts of tokens that the draft cache has no page for are guesses, and verified like all others."""
+    loop, given = speculative(salt=0, drafts=3)
+    loop = jax.jit(loop)
+    *_, whole = loop(**given)
+    column = jnp.arange(given["draft_table"].shape[1], dtype=jnp.int32)[None, :]
+    given["draft_table"] = jnp.where(column < 3, given["draft_table"], -1)
+    *_, few = loop(**given)
+    assert few.tokens.tolist() == whole.tokens.tolist() == [expected(p, COUNT) for p in PROMPTS]
+    assert int(few.turns) > int(whole.turns)
+
+
 def primitives(jaxpr) -> list[tuple[str, dict]]:
     """Name and parameters of every operation, inner programs included."""
     found = []

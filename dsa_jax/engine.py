@@ -298,7 +298,7 @@ class Engine:
         )
 
     def _run(self, bucket: Bucket, tables, kv_lens, new_lens, tokens) -> Array:
-        meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens)
+        meta = StepMetadata.create(self.layout, bucket, tables, kv_lens, new_lens, slots=self.cache.slots)
         with self._kept():
             self.cache, logits = self._step(self.params, self.cache, meta, padded(tokens, bucket.tokens))
         self._check_logits(logits, bucket, tokens)

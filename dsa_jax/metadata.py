@@ -48,6 +48,8 @@ class StepMetadata:
         page_tables: Sequence[Sequence[int]] | np.ndarray,
         kv_lens: Sequence[int] | np.ndarray,
         new_lens: Sequence[int] | np.ndarray,
+        *,
+        slots: int | None = None,
     ) -> StepMetadata:
         """Build and check the facts on the host. Arrays are fresh, so the caller's may be reused at once.
 
@@ -60,6 +62,8 @@ class StepMetadata:
                 one and writes into it when a page is added pays for no list.
             kv_lens: tokens of each request after the step.
             new_lens: tokens that the step adds to each.
+            slots: the cache's ``slots``, so that a slot beyond its pools is refused here; a step would drop what is written
+                there, and read nothing. None checks only what the facts alone tell.
 
         Raises:
             ValueError: listing every request that does not fit.
@@ -97,21 +101,28 @@ class StepMetadata:
             kept = _int32("page_tables", page_tables[:, :width], 2)
             table[: len(kept), : kept.shape[1]] = kept
         else:
-            for row, slots in enumerate(page_tables):
-                if not hasattr(slots, "__iter__") or isinstance(slots, str | set | frozenset):
+            for row, own in enumerate(page_tables):
+                if not hasattr(own, "__iter__") or isinstance(own, str | set | frozenset):
                     raise ValueError(
-                        f"StepMetadata.create: page table {row} is {described(slots)}; wanted the raw slots of a request. "
+                        f"StepMetadata.create: page table {row} is {described(own)}; wanted the raw slots of a request. "
                         "Pass what grow returned for it."
                     )
-                kept = _int32(f"page table {row}", list(slots)[:width])
+                kept = _int32(f"page table {row}", list(own)[:width])
                 table[row, : len(kept)] = kept
-        _check_facts(table, kv, new, layout, bucket)
+        _check_facts(table, kv, new, layout, bucket, slots)
         # A program for every bucket pays where the same one comes again and again: in the loops that keep an array.
         arrays = _unpack(facts) if as_array else [jnp.array(part) for part in (table, kv, new)]
         return cls(page_table=arrays[0], kv_lens=arrays[1], new_lens=arrays[2], layout=layout, bucket=bucket)
 
-    def validate(self) -> None:
-        """Check the facts on the host (copies them from the device). Raises ValueError listing all problems."""
+    def validate(self, slots: int | None = None) -> None:
+        """Check the facts on the host (copies them from the device).
+
+        Args:
+            slots: as `create` takes it.
+
+        Raises:
+            ValueError: listing all problems.
+        """
         self.bucket.validate()
         _check_shapes(self)
         _check_facts(
@@ -120,6 +131,7 @@ class StepMetadata:
             np.asarray(self.new_lens),
             self.layout,
             self.bucket,
+            slots,
         )
 
     def derive(self) -> Step:
@@ -333,12 +345,20 @@ def _check_shapes(meta: StepMetadata) -> None:
         )
 
 
-def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) -> None:
+def _check_facts(
+    table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket, slots: int | None = None
+) -> None:
     """Raise ValueError listing every request that makes no sense. Whole arrays first: a step that is right costs no loop."""
     contexts, page_size = bucket.context_requests, layout.page_size
+    if slots is not None and not (is_whole(slots) and slots >= 1):
+        raise ValueError(
+            f"StepMetadata: slots is {described(slots)}; wanted the cache's number of slots, at least 1. Pass cache.slots."
+        )
+    countable = (2**31 - 1) // page_size
+    most = countable if slots is None else min(countable, slots - 1)
     held = np.arange(table.shape[1], dtype=np.int64)[None, :] * page_size < kv_lens[:, None]
     gaps = (held & (table < 0)).any(axis=1)
-    far = (held & (table > (2**31 - 1) // page_size)).any(axis=1)
+    far = (held & (table > most)).any(axis=1)
     wrong = (new_lens < 0) | (new_lens > kv_lens) | gaps | far | (kv_lens > table.shape[1] * page_size)
     wrong[contexts:] |= new_lens[contexts:] > bucket.next_n
     problems = []
@@ -355,9 +375,10 @@ def _check_facts(table, kv_lens, new_lens, layout: CacheLayout, bucket: Bucket) 
         elif gaps[r]:
             problems.append(f"request {r} of {kv} tokens needs {pages} pages, its table has a gap")
         elif far[r]:
+            why = "whose cache rows int32 cannot count" if most == countable else "beyond the pools"
             problems.append(
-                f"request {r} has slot {int(table[r][held[r]].max())}, whose cache rows int32 cannot count; wanted at most "
-                f"{(2**31 - 1) // page_size} with pages of {page_size} tokens"
+                f"request {r} has slot {int(table[r][held[r]].max())}, {why}; wanted at most {most} with pages of "
+                f"{page_size} tokens"
             )
         if r >= contexts and new > bucket.next_n:
             problems.append(f"decode request {r} adds {new} tokens, next_n is {bucket.next_n}")

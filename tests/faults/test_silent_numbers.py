@@ -315,3 +315,26 @@ def test_pools_are_called_by_their_names():
         cache.replace_pages(key=cache.key.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"replace_pages: key is float32\[2"):
         cache.replace_pages(key=cache.key[:2])
+
+
+# --- slots that no pool has ----------------------------------------------------------------------------------------
+
+
+def test_a_slot_beyond_the_pools_is_refused_where_their_size_is_known():
+    """A step would drop what is written there; and slots past a request's length are nobody's business."""
+    bucket, tables = Bucket(decode_requests=2, table_width=3), [[0, 1, 99], [3, 4, 5]]
+    create = lambda tables, slots: StepMetadata.create(
+        cases.layout(), bucket, tables, [5, 2], [1, 1], slots=slots
+    )
+    assert create(tables, 5).kv_lens.tolist() == create(tables, None).kv_lens.tolist() == [5, 2]
+    message = "request 1 has slot 3, beyond the pools; wanted at most 2 with pages of 4 tokens"
+    for made in (tables, np.array(tables)):
+        with pytest.raises(ValueError, match=message):
+            create(made, 3)
+    with pytest.raises(ValueError, match=message):
+        create(tables, None).validate(np.int64(3))
+    for slots in (0, 2.0, True):
+        with pytest.raises(
+            ValueError, match="slots is .*; wanted the cache's number of slots.*Pass cache.slots"
+        ):
+            create(tables, slots)

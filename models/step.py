@@ -30,8 +30,8 @@ from dsa_jax.models.rope import Rotation, rotation
 from dsa_jax.ops.dispatch import Choice
 
 Parameters = list[Array]
-MOST_STACKED = 1 << 20
-"""Most elements of a weight that travels in a stack with others."""
+MOST_STACKED = 1 << 17
+"""Most elements of a weight that travels in a stack with others: no matrix of a released model is as small."""
 StepFunction = Callable[[Parameters, Cache, StepMetadata, Array], tuple[Cache, Array]]
 
 
@@ -76,7 +76,7 @@ def take_apart(
     of one array XLA copies both parts in every layer and step, while it sees through their being joined and cut again.
 
     Every array that a program is called with costs its host a microsecond, however small it is. On a GPU XLA reads a matrix
-    from within a stack of them, unless it is so large that a library multiplies it, and on a CPU it copies it first.
+    from within a stack of them, unless a library multiplies it as it does large ones, and on a CPU it copies it first.
 
     Args:
         module: the weights; they are not copied, but for those that are cut or stacked.

@@ -37,7 +37,7 @@ def select_row(m: Machine, plan: Plan) -> None:
     if plan.merged_span:
         # All spans of a row but its last are full, so its finds lie without gaps.
         full = limit // plan.merged_span
-        count = full * plan.k + m.minimum(limit - full * plan.merged_span, plan.k)
+        count = full * plan.kept + m.minimum(limit - full * plan.merged_span, plan.kept)
     elif plan.spans > 1:
         count = m.select(limit > start, m.minimum(limit - start, plan.span), 0)
     else:
@@ -75,7 +75,7 @@ class _Source:
         self._found = self._table = None
         if plan.merged_span:
             spans = -(-plan.columns // plan.merged_span)
-            self._found = m.row_of("found", row, spans * plan.k)
+            self._found = m.row_of("found", row, spans * plan.kept)
         if plan.page_size:
             request = m.load(m.at(m.row_of("requests", row, 1), 0))
             self._table = m.row_of("page_table", m.select(request > 0x7FFFFFFF, 0, request), plan.pages)

@@ -138,15 +138,17 @@ def topk(
     spans = pl.cdiv(columns, span)
     if spans == 1:
         return _launch(operands, _plan(k, columns, config, span), paging, interpret)
-    merge = config if spans * k <= config.capacity else dataclasses.replace(config, cluster=MAX_CLUSTER)
-    if spans * k > merge.capacity:
+    # A span that is shorter than k keeps all it has: entries of -1 among the finds would be read as positions.
+    kept = min(k, span)
+    merge = config if spans * kept <= config.capacity else dataclasses.replace(config, cluster=MAX_CLUSTER)
+    if spans * kept > merge.capacity:
         raise NotImplementedError(
             f"topk (Mosaic): {columns} columns in {spans} spans leave more candidates than a cluster holds "
             f"({merge.capacity}); choose a larger configuration or another implementation"
         )
-    plan = dataclasses.replace(_plan(k, columns, config, span), spans=spans)
+    plan = dataclasses.replace(_plan(kept, columns, config, span), spans=spans)
     operands["found"] = _launch(operands, plan, None, interpret)
-    plan = dataclasses.replace(_plan(k, columns, merge, spans * k), merged_span=span)
+    plan = dataclasses.replace(_plan(k, columns, merge, spans * kept), merged_span=span)
     return _launch(operands, plan, paging, interpret)
 
 

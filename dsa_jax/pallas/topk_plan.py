@@ -45,6 +45,11 @@ class Plan:
     page_size: int = 0
     pages: int = 0
 
+    @property
+    def kept(self) -> int:
+        """Finds of a full span of the launch before: k, or all of a span that is shorter."""
+        return min(self.k, self.merged_span)
+
     def short(self) -> Plan | None:
         """For rows that some threads of one block hold in registers; None if all rows take the same program."""
         if not self.short_threads:

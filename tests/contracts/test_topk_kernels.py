@@ -178,6 +178,9 @@ def scores_of(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
         # Rows of up to 1,024 and of up to 512 have a program of their own, the latter in each of three spans.
         (3_000, topk_mosaic.Config(256, 8, 2, least=2, short_threads=128, short_items=8)),
         (2_200, topk_mosaic.Config(128, 4, 2, least=2, short_threads=128, short_items=4)),
+        # Twelve scores a thread: two lanes share a word of marks, and 24 of 32 lanes have one. The program for short rows
+        # has fewer scores a thread than another block waits for.
+        (3_000, topk_mosaic.Config(128, 12, 2, least=8, short_threads=128, short_items=4)),
     ],
 )
 def test_blocks_and_spans(kind, k, columns, config):
@@ -185,6 +188,17 @@ def test_blocks_and_spans(kind, k, columns, config):
     ends = (129, 257, 310, 511, 512, 513, 575, 577, 1_023, 1_025, 2_047, 2_049)
     limits = [0, k, k + 1, *ends, columns - 1, columns]
     logits = scores_of(kind, np.random.default_rng(11), (len(limits), columns))
+    got = topk_mosaic.topk(jnp.asarray(logits), jnp.asarray(limits, jnp.int32), k, config=config)
+    for row, limit, positions in zip(logits, limits, np.asarray(got), strict=True):
+        np.testing.assert_array_equal(positions, model(row, limit, k), err_msg=f"limit {limit}")
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_spans_of_clusters_shorter_than_k(cluster):
+    """Spans hold fewer scores than k: all of each are finds, and the second launch selects from them."""
+    columns, k, config = 1_100 * cluster, 600 * cluster, topk_mosaic.Config(128, 4, cluster, least=1)
+    limits = [cluster * limit for limit in (0, 511, 512, 513, 600, 601, 1_023, 1_024, 1_025, 1_100)]
+    logits = scores_of("mostly NaN", np.random.default_rng(5), (len(limits), columns))
     got = topk_mosaic.topk(jnp.asarray(logits), jnp.asarray(limits, jnp.int32), k, config=config)
     for row, limit, positions in zip(logits, limits, np.asarray(got), strict=True):
         np.testing.assert_array_equal(positions, model(row, limit, k), err_msg=f"limit {limit}")

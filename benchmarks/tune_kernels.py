@@ -60,6 +60,7 @@ class Kernel:
         supported: raises NotImplementedError where the kernel does not take the shape.
         facts: what a rule's conditions are about; the shape itself if None.
         refuses: says why a shape cannot be measured.
+        words: conditions that hold for all that is measured, beside the shape's.
     """
 
     numbers: Shape
@@ -69,10 +70,11 @@ class Kernel:
     supported: Callable[[Device, Shape], None]
     facts: tuple[str, ...] | None = None
     refuses: Callable[[Shape], str | None] = lambda shape: None
+    words: Shape = dataclasses.field(default_factory=dict)
 
     def when(self, shape: Shape) -> Shape:
-        """The numbers of a rule's conditions."""
-        return {name: shape[name] for name in self.facts or tuple(shape)}
+        """The numbers and words of a rule's conditions."""
+        return {name: shape[name] for name in self.facts or tuple(shape)} | self.words
 
 
 # --- scores --------------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def _fp4_candidates(shape: Shape) -> list[Any]:
 
 
 def _triton_scores(shape: Shape) -> list[Any]:
-    grid = itertools.product((4, 8, 16), (4, 8), (2, 3, 4))
+    grid = itertools.product((4, 8, 16, 32), (2, 4, 8), (2, 3, 4))
     return [paged_logits_triton.Config(*fields) for fields in grid]
 
 
@@ -323,7 +325,7 @@ KERNELS: dict[str, Kernel] = {
     "paged_logits_triton": Kernel(
         _DECODE, functools.partial(_fp8_problem, paged_logits_triton),
         lambda shape: paged_logits_triton.default_config(target_device(), **_decode_fact(shape)),
-        _triton_scores, _takes_scores(paged_logits_triton), _DECODE_FACTS, _fits_pages,
+        _triton_scores, _takes_scores(paged_logits_triton), _DECODE_FACTS, _fits_pages, dict(form="fp8"),
     ),
     "topk_mosaic": Kernel(
         _ROWS, functools.partial(_topk_problem, topk_mosaic),

@@ -14,7 +14,7 @@ import pytest
 
 import cases
 from benchmarks import topk_append_check, tune, tune_kernels
-from dsa_jax.pallas import topk_mosaic, tuning
+from dsa_jax.pallas import paged_logits_triton, topk_mosaic, tuning
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
@@ -127,6 +127,28 @@ def test_kernels_are_those_of_the_rules():
     assert {*tune_kernels.KERNELS} == {*tuning.KERNELS} - {"sparse_mla"}
     for name, own in tune_kernels.KERNELS.items():
         assert {*own.when(dict.fromkeys(own.numbers))} <= {*tuning.KERNELS[name].facts}
+
+
+def test_rules_of_fp8_scores_leave_fp4_keys_alone(monkeypatch, tmp_path):
+    """Only FP8 keys are measured: what is written decides for them, and FP4 keys keep their schedule."""
+    shape, path = tune.shape_of("paged_logits_triton", "requests=64,keys=32768"), tmp_path / "rules.json"
+    fast = paged_logits_triton.Config(waves=3)
+    problem = tune_kernels.Problem(lambda c: lambda x: x + c.waves, [(jnp.float32(0),)], lambda _: "ok")
+    own = dataclasses.replace(
+        tune_kernels.KERNELS["paged_logits_triton"],
+        problem=lambda shape: problem,
+        default=lambda shape: paged_logits_triton.Config(),
+        candidates=lambda shape: [fast],
+    )
+    monkeypatch.setitem(tune_kernels.KERNELS, "paged_logits_triton", own)
+    monkeypatch.setattr(tune, "target_device", lambda: cases.CARD)
+    times = lambda run, arguments: {"total": float(run(*arguments[0])), "queued": 99.0}
+    assert tune.tune("paged_logits_triton", shape, path, times)
+    tuning.load(path)
+    numbers = {name: shape[name] for name in ("heads", "new_tokens", "requests", "keys")}
+    chosen = lambda form: paged_logits_triton.default_config(cases.CARD, **numbers, form=form)
+    assert chosen("fp8") == fast
+    assert chosen("fp4") == paged_logits_triton.Config()
 
 
 @pytest.mark.parametrize(("kernel", "text"), [(kernel, text) for kernel in SHAPES for text in SHAPES[kernel]])

@@ -346,6 +346,32 @@ def test_supported_on_hopper():
     paged_logits_mosaic.supported_on(HOPPER, **FITTING)
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_schedules_know_the_form_of_keys(form, monkeypatch):
+    """Rules may tell FP8 keys from FP4: decode rows and contexts ask for their own."""
+    seen, codes = [], 128 if form == "fp8" else 64
+
+    def default(device, **facts):
+        seen.append(facts["form"])
+        return paged_logits_triton.Config()
+
+    monkeypatch.setattr(paged_logits_triton, "default_config", default)
+    shape, place = jax.ShapeDtypeStruct, dict(page_scale=1, layer_offset=0)
+    keys = shape((3, 64, codes), jnp.uint8), shape((3, 64), jnp.float32 if form == "fp8" else jnp.int32)
+    table, numbers = shape((2, 1), jnp.int32), shape((2,), jnp.int32)
+    cases = [
+        (paged_logits_triton.paged_logits_decode, (2, 1), [shape((2, 1), jnp.int32)]),
+        (paged_logits_triton.paged_logits_prefill, (2,), [numbers, numbers]),
+    ]
+    for score, rows, limits in cases:
+        q = shape((*rows, 32, codes), jnp.uint8)
+        q = q if form == "fp8" else (q, shape((*rows, 32), jnp.int32))
+        weights = shape((*rows, 32), jnp.float32)
+        got = jax.eval_shape(functools.partial(score, **place), q, weights, *keys, table, *limits)
+        assert got.shape == (2, 64)
+    assert seen == [form] * 2
+
+
 @pytest.mark.parametrize(
     ("device", "problem", "reason"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -75,13 +77,29 @@ def test_the_host_reads_nothing_back(looks, monkeypatch):
     assert run.traces == 1
 
 
+@pytest.mark.parametrize(
+    ("only", "wanted"),
+    [("queue", {"queued": [1, 2], "queued anew": [3, 4]}), ("awaited", {"awaited": [1, 2]})],
+)
+def test_rows_that_are_asked_for(only, wanted, monkeypatch, tmp_path, capsys):
+    """Those alone whose name contains a text, each as often as asked; every measurement is kept."""
+    number, report = itertools.count(1), tmp_path / "host.json"
+    names = ("queued", "awaited", "queued anew")
+    rows = dict.fromkeys(names, lambda: {"median_us": next(number), "each_us": []})
+    monkeypatch.setattr(host_check, "rows", lambda options: rows)
+    host_check.main(["--only", only, "--repeat", "2", "--json", str(report)])
+    found = json.loads(report.read_text())["rows"]
+    assert {name: [row["median_us"] for row in each] for name, each in found.items()} == wanted
+    assert capsys.readouterr().out.count("bound 300 us") == sum(map(len, wanted.values()))
+
+
 @pytest.mark.full
 def test_benchmark_runs(capsys, tmp_path):
     """All cases, small; figures are not looked at."""
     report = tmp_path / "host.json"
     options = ["--requests", "2", "--context", "192", "--turns", "2", "--weights", "3", "--json", str(report)]
     host_check.main(options)
-    assert capsys.readouterr().out.count("bound 300 us") == 6
+    assert capsys.readouterr().out.count("bound 300 us") == 7
     assert '"traced_again": 0' in report.read_text()
 
 

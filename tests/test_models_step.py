@@ -199,7 +199,7 @@ def test_a_gpu_gets_stacks(platform, monkeypatch):
     """A model taken apart and put together again has its weights; on a GPU they come as fewer arrays, or where wanted."""
     model = model_of("tiny-glm")
     count = len(take_apart(model, model.config.dsa, stacked=False)[0])
-    monkeypatch.setattr(step_module, "target_device", lambda: Device(platform, "a device", None, None))
+    monkeypatch.setattr(step_module, "target_device", lambda: Device(platform, "a device", None, 0))
     for stacked, fewer in ((None, platform == "gpu"), (True, True), (False, False)):
         params, rebuild = take_apart(model, model.config.dsa, stacked=stacked)
         assert (len(params) < count / 2) == fewer

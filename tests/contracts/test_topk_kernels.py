@@ -291,6 +291,27 @@ def test_spans_of_levels(name):
     assert [launch.columns for launch in topk_triton.levels(config, columns, k)] == spans
 
 
+@pytest.mark.parametrize(
+    ("columns", "k", "config", "spans"),
+    [
+        (512, 200, Config((128,), 1, merge_tile=512), [128, 512]),  # 4 x 128 finds, not 4 x 200
+        (257, 128, Config((256,), 2, merge_tile=256), [256, 256]),  # the smallest merge tile: twice k
+        (512, 128, Config((256,), 2, 512, merge_tile=256), [512]),  # the list of two tiles fills a tile
+    ],
+)
+def test_what_just_fits(columns, k, config, spans):
+    assert [launch.columns for launch in topk_triton.levels(config, columns, k)] == spans
+    logits = scores_of("rounded", np.random.default_rng(2), (2, columns))
+    got = topk_triton.topk(jnp.asarray(logits), jnp.array([columns, k + 1], jnp.int32), k, config=config)
+    assert got.tolist() == [model(logits[0], columns, k).tolist(), model(logits[1], k + 1, k).tolist()]
+
+
+@pytest.mark.parametrize("exact", [None, False, True])
+def test_merges_compare_as_the_rows_do(exact):
+    launches = topk_triton.levels(Config((128,), 1, exact=exact, merge_tile=256), 4_001, 64)
+    assert [launch.exact for launch in launches] == [exact] * 4
+
+
 def test_launches_of_a_million_columns():
     """32 spans leave 65,536 finds, their two spans 4,096, which one small tile holds; a small k needs one merge."""
     columns = 1 << 20

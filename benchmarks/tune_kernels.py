@@ -81,6 +81,7 @@ class Kernel:
 
 _DECODE: Shape = dict(requests=None, keys=None, heads=64, new_tokens=1, page_size=64)
 _DECODE_FACTS = ("requests", "keys", "heads", "new_tokens")
+_TRITON_FACTS = (*_DECODE_FACTS, "page_size")
 
 
 def _paged(shape: Shape) -> paged_logits.Problem:
@@ -324,8 +325,8 @@ KERNELS: dict[str, Kernel] = {
     ),
     "paged_logits_triton": Kernel(
         _DECODE, functools.partial(_fp8_problem, paged_logits_triton),
-        lambda shape: paged_logits_triton.default_config(target_device(), **_decode_fact(shape)),
-        _triton_scores, _takes_scores(paged_logits_triton), _DECODE_FACTS, _fits_pages, dict(form="fp8"),
+        lambda shape: paged_logits_triton.default_config(target_device(), **shape),
+        _triton_scores, _takes_scores(paged_logits_triton), _TRITON_FACTS, _fits_pages, dict(form="fp8"),
     ),
     "topk_mosaic": Kernel(
         _ROWS, functools.partial(_topk_problem, topk_mosaic),

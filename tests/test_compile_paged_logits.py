@@ -70,6 +70,21 @@ def test_triton_kernel_compiles(compile_environment, card, options):
     assert any("triton" in call for call in result.get("calls", [])), result
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(heads=64, new_tokens=4, page_size=64),
+        dict(heads=64, new_tokens=2, page_size=128),
+        dict(heads=128, new_tokens=1, page_size=64),
+        dict(heads=16, new_tokens=8, page_size=256),
+    ],
+    ids=name,
+)
+def test_triton_schedules_for_hopper_do_not_spill(compile_environment, options):
+    result = compile_case(compile_environment, "sm90", CASE, kernel="triton", **options)
+    assert not result["spilled"], result
+
+
 @pytest.mark.parametrize("form", ["fp8", "fp4"])
 @pytest.mark.parametrize(
     ("card", "options"),

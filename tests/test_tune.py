@@ -145,7 +145,7 @@ def test_rules_of_fp8_scores_leave_fp4_keys_alone(monkeypatch, tmp_path):
     times = lambda run, arguments: {"total": float(run(*arguments[0])), "queued": 99.0}
     assert tune.tune("paged_logits_triton", shape, path, times)
     tuning.load(path)
-    numbers = {name: shape[name] for name in ("heads", "new_tokens", "requests", "keys")}
+    numbers = {name: shape[name] for name in ("heads", "new_tokens", "requests", "keys", "page_size")}
     chosen = lambda form: paged_logits_triton.default_config(cases.CARD, **numbers, form=form)
     assert chosen("fp8") == fast
     assert chosen("fp4") == paged_logits_triton.Config()

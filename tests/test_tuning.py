@@ -100,6 +100,19 @@ def test_schedules_of_paged_scores(heads, new_tokens, requests, keys, fp8, fp4):
 
 
 @pytest.mark.parametrize(
+    ("heads", "new_tokens", "page_size", "want"),
+    [
+        (64, 2, 64, (32, 2, 4)), (64, 2, 128, (8, 4, 3)), (128, 1, 64, (8, 4, 3)), (16, 8, 256, (8, 4, 3)),
+        (64, 1, 256, (32, 4, 3)),
+    ],
+)  # fmt: skip
+def test_two_warps_have_no_registers_for_larger_products(heads, new_tokens, page_size, want):
+    """Products of 128 keys and 64 heads, or of 64 and 128, spill with two warps (tests/test_compile_paged_logits.py)."""
+    shape = dict(heads=heads, new_tokens=new_tokens, requests=64, keys=32768, page_size=page_size)
+    assert paged_logits_triton.default_config(H200, **shape) == paged_logits_triton.Config(*want)
+
+
+@pytest.mark.parametrize(
     ("card", "heads", "page_size", "rows"),
     [
         # FP8 and FP4. Half-size shared memory of consumer cards: sums of queries and page, not the other bounds.

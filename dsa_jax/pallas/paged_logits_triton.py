@@ -58,10 +58,20 @@ class Config:
 
 
 def default_config(
-    device: Device, *, heads: int, new_tokens: int, requests: int, keys: int, form: str = "fp8"
+    device: Device,
+    *,
+    heads: int,
+    new_tokens: int,
+    requests: int,
+    keys: int,
+    page_size: int = 64,
+    form: str = "fp8",
 ) -> Config:
-    """The schedule for a shape and a form of keys, by the rules of `tuning`; `keys` is the width of the scores."""
-    facts: dict[str, Any] = dict(form=form)
+    """The schedule for a shape and a form of keys, by the rules of `tuning`; `keys` is the width of the scores.
+
+    The form is ``"fp8"`` or ``"fp4"``.
+    """
+    facts: dict[str, Any] = dict(form=form, page_size=page_size)
     facts |= dict(
         heads=heads, new_tokens=new_tokens, columns=heads * new_tokens, requests=requests, keys=keys
     )
@@ -232,6 +242,7 @@ def score_groups(
         new_tokens=rows,
         requests=count,
         keys=width * page_size,
+        page_size=page_size,
         form="fp4" if fp4 else "fp8",
     )
     codes = not fp4 and _fp8_products(config, device, keys)

@@ -71,7 +71,9 @@ KERNELS = {
     "paged_logits_mosaic": Kernel("paged_logits_config", "PagedLogitsConfig", _SCORES),
     "paged_logits_mosaic_prefill": Kernel("paged_logits_config", "PagedLogitsConfig", ("heads",)),
     "paged_logits_fp4_mosaic": Kernel("paged_logits_fp4_mosaic", "PagedLogitsFp4Config", _SCORES[:-2]),
-    "paged_logits_triton": Kernel("paged_logits_triton", "Config", ("form", *_SCORES[:-1], "major")),
+    "paged_logits_triton": Kernel(
+        "paged_logits_triton", "Config", ("form", "page_size", *_SCORES[:-1], "major")
+    ),
     "topk_mosaic": Kernel("topk_mosaic", "Config", _TOPK),
     "topk_triton": Kernel("topk_triton", "Config", (*_TOPK, "k", "programs_per_core")),
     "sparse_mla": Kernel("tuning", "Preference", ("form", "heads")),

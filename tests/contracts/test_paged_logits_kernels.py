@@ -203,9 +203,10 @@ def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
     assert kernel in TRITON or not races_found()
 
 
-def test_float8_queries_are_the_same_bytes():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float8_queries_are_the_same_bytes(kernel):
     (q, *rest), expected = scenario((70, 64), n=1, heads=32, page_size=64, width=2)
-    check(run((q.view(jnp.float8_e4m3fn), *rest)), expected)
+    check(run((q.view(jnp.float8_e4m3fn), *rest), kernel=kernel), expected)
 
 
 def test_the_race_detector_sees_a_missing_fence(monkeypatch):

@@ -112,7 +112,7 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
-    """Scores for FP8 and FP4 keys: wgmma on Hopper, but for contexts of FP4 keys; integer decoding elsewhere."""
+    """Scores for FP8 and FP4 keys: wgmma on Hopper, but for contexts of FP4 keys; Triton elsewhere."""
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
 

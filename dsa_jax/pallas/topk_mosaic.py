@@ -39,7 +39,8 @@ class Config:
         least: scores that a thread takes before another block helps, a power of two.
         held: how many of its scores a thread holds in registers, a multiple of 4; the others lie in shared memory.
         samples: scores that the first range comes from, a power of two from `threads` up to 2,048.
-        short_threads: threads of the program for short rows, a power of two from 128 to `threads`; 0 for none.
+        short_threads: threads of the program for short rows, a power of two from 128 to `threads`; 0 for none. There is none
+            either where all rows, or all spans of them, would be short.
         short_items: scores of each of them, a multiple of 4, at most 32; rows of up to their product are short.
     """
 

@@ -81,7 +81,8 @@ KERNELS = {
     "sparse_mla_triton": Kernel("sparse_mla_triton", "Config", _ATTENTION),
 }
 """Kernels by the names that rules have. ``columns`` of scores are heads x new tokens, of top-k the width of a row; ``keys``
-are the width of the scores or the rows of a query; ``major`` is the compute capability's first number, 9 where unknown."""
+are the width of the scores or the rows of a query; ``form`` of scores is ``"fp8"`` or ``"fp4"``; ``major`` is the compute
+capability's first number, 9 where unknown."""
 
 
 @dataclasses.dataclass(frozen=True)

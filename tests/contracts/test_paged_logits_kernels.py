@@ -349,16 +349,16 @@ def test_supported_on_hopper():
 
 @pytest.mark.parametrize("form", ["fp8", "fp4"])
 def test_schedules_know_the_form_of_keys(form, monkeypatch):
-    """Rules may tell FP8 keys from FP4: decode rows and contexts ask for their own."""
+    """Rules may tell FP8 keys from FP4, and page sizes apart: decode rows and contexts ask for their own."""
     seen, codes = [], 128 if form == "fp8" else 64
 
     def default(device, **facts):
-        seen.append(facts["form"])
+        seen.append((facts["form"], facts["page_size"]))
         return paged_logits_triton.Config()
 
     monkeypatch.setattr(paged_logits_triton, "default_config", default)
     shape, place = jax.ShapeDtypeStruct, dict(page_scale=1, layer_offset=0)
-    keys = shape((3, 64, codes), jnp.uint8), shape((3, 64), jnp.float32 if form == "fp8" else jnp.int32)
+    keys = shape((3, 32, codes), jnp.uint8), shape((3, 32), jnp.float32 if form == "fp8" else jnp.int32)
     table, numbers = shape((2, 1), jnp.int32), shape((2,), jnp.int32)
     cases = [
         (paged_logits_triton.paged_logits_decode, (2, 1), [shape((2, 1), jnp.int32)]),
@@ -369,8 +369,8 @@ def test_schedules_know_the_form_of_keys(form, monkeypatch):
         q = q if form == "fp8" else (q, shape((*rows, 32), jnp.int32))
         weights = shape((*rows, 32), jnp.float32)
         got = jax.eval_shape(functools.partial(score, **place), q, weights, *keys, table, *limits)
-        assert got.shape == (2, 64)
-    assert seen == [form] * 2
+        assert got.shape == (2, 32)
+    assert seen == [(form, 32)] * 2
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,16 @@ def test_unequal_calls_are_refused(calls, monkeypatch, capsys):
     assert f"4 launches do not divide into {calls} equal calls" in capsys.readouterr().out
 
 
+def test_parts_that_are_asked_for(monkeypatch, tmp_path):
+    """Only parts whose name contains the text run."""
+    monkeypatch.setattr(layer_check, "check_layer", lambda sizes, report: report.update(ran=True))
+    report = tmp_path / "layer.json"
+    layer_check.main(["--tiny", "--only", "attention", "--json", str(report)])
+    found = json.loads(report.read_text())
+    assert found["attention of a layer"] == {"ran": True}
+    assert not any(name.startswith("step of") for name in found)
+
+
 @pytest.mark.full
 def test_layer_check_runs(monkeypatch, capsys, tmp_path):
     """All parts, tiny, with an invented profile; two layers launch more than one."""

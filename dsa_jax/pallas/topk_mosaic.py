@@ -54,6 +54,8 @@ class Config:
     short_items: int = 16
 
     def __post_init__(self) -> None:
+        # Types first: limits are computed of other fields.
+        check_fields(self)
         check_fields(
             self,
             threads=power_of_two(128, 1024),

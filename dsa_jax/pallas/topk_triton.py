@@ -53,6 +53,8 @@ class Config:
     merge_tile: int = MAX_TILE
 
     def __post_init__(self) -> None:
+        # Types first: limits are computed of other fields.
+        check_fields(self)
         good = power_of_two(128 * self.warps, MAX_TILE)[0]
         rising = lambda tiles: bool(tiles) and list(tiles) == sorted({*tiles}) and all(map(good, tiles))
         check_fields(

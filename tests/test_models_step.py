@@ -287,25 +287,3 @@ def test_other_layouts_are_refused():
                 CacheLayout.create(model.config.dsa, page_size=8), bucket, [], [], []
             ).derive(),
         )
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_stacked_weights_come_apart_again(platform, monkeypatch):
-    """Small weights of one shape and dtype as one array, each back in its place; large ones are the model's own arrays."""
-    model = model_of("tiny")
-    leaves = jax.tree.leaves(nnx.state(model))
-    most = sorted(leaf.size for leaf in leaves)[len(leaves) // 2]
-    monkeypatch.setattr(step_module, "MOST_STACKED", most)
-    monkeypatch.setattr(step_module, "target_device", lambda: Device(platform, platform))
-    found = {
-        choice: step_module.take_apart(model, model.config.dsa, stacked=choice)
-        for choice in (None, True, False)
-    }
-    count = {choice: len(params) for choice, (params, _) in found.items()}
-    assert count[None] == count[platform == "gpu"]
-    alone = [leaf for leaf in found[False][0] if leaf.size > most]
-    kinds = {(leaf.shape, leaf.dtype) for leaf in found[False][0] if leaf.size <= most}
-    assert count[True] == len(alone) + len(kinds) < count[False]
-    assert all(any(leaf is own for own in found[True][0]) for leaf in leaves if leaf.size > 2 * most)
-    for params, rebuild in found.values():
-        jax.tree.map(np.testing.assert_array_equal, nnx.state(rebuild(params)), nnx.state(model))

@@ -7,7 +7,7 @@ loop, so that a step costs no walk over modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,10 @@ from flax import nnx
 from jax import Array, lax
 
 from dsa_jax import ops
+from dsa_jax.arguments import FLOATS, described, expect, is_whole, misfit
 from dsa_jax.cache import Cache
 from dsa_jax.compat import target_device
 from dsa_jax.config import DSAConfig
-from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Step, StepMetadata
 from dsa_jax.models.config import ModelConfig
 from dsa_jax.models.decoder import Decoder
@@ -54,13 +54,17 @@ def make_step(
         ``step(params, cache, metadata, tokens) -> (cache, logits)`` and ``params``. Jit the step with the cache donated:
         ``jax.jit(step, donate_argnums=1)``. ``tokens`` is ``int32[N]`` by the bucket's places; ``logits`` is
         ``float32[N, vocab]``, meaningless at padding places.
+
+    Raises:
+        ValueError: ``model`` is none. The step raises it for weights, metadata, cache and tokens that are not its own.
     """
+    expect("make_step", "model", model, Decoder, _FIX_MODEL)
     params, rebuild = take_apart(model, model.config.dsa, stacked=stacked)
 
     def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array) -> tuple[Cache, Array]:
         model = rebuild(params)
         cache, logits, _ = decode_tokens(
-            model, tokens, cache, metadata.derive(), index_topk=index_topk, implementation=implementation
+            model, tokens, cache, _derived(metadata), index_topk=index_topk, implementation=implementation
         )
         return cache, logits
 
@@ -83,7 +87,15 @@ def take_apart(
         dsa: its configuration.
         stacked: let weights of one shape and dtype, of at most `MOST_STACKED` elements each, travel as one array. None does
             so where the target is a GPU.
+
+    Raises:
+        ValueError: ``stacked`` is another value. The function that comes back raises it for weights of another number, shape
+            or kind.
     """
+    if stacked is not None and not isinstance(stacked, bool):
+        raise ValueError(
+            f"take_apart: stacked is {described(stacked)}, wanted True, False or None. Leave it out: the target decides."
+        )
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten_with_path(state)
     pieces, shapes = [], []
@@ -95,7 +107,10 @@ def take_apart(
     on_gpu = target_device().platform == "gpu"
     params, unstack = _stack(pieces, MOST_STACKED if (on_gpu if stacked is None else stacked) else 0)
 
+    own = [(weight.shape, weight.dtype) for weight in params]
+
     def rebuild(params: Parameters) -> Any:
+        _check_weights(params, own)
         given = iter(unstack(params))
         whole = [
             jnp.concatenate([next(given), next(given)], axis=1).reshape(shape) if shape else next(given)
@@ -146,20 +161,25 @@ def make_speculative(
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model,
         ``draft(params, cache, metadata, tokens, hidden, rows) -> (cache, logits, hidden, rows)`` of the prediction layer,
-        and ``params``.
+        and ``params``. A model without a prediction layer has a step for loops without drafts; its draft raises.
+
+    Raises:
+        ValueError: ``model`` is none. Step and draft raise it for weights, metadata, cache, tokens and states that are not
+            their own.
     """
+    expect("make_speculative", "model", model, Decoder, _FIX_MODEL)
     params, rebuild = take_apart(model, model.config.dsa, stacked=stacked)
     options: Any = {"index_topk": index_topk, "implementation": implementation}
 
     def step(params: Parameters, cache: Cache, metadata: StepMetadata, tokens: Array):
         model = rebuild(params)
-        return decode_tokens(model, tokens, cache, metadata.derive(), **options)
+        return decode_tokens(model, tokens, cache, _derived(metadata), **options)
 
     def draft(
         params, cache: Cache, metadata: StepMetadata, tokens: Array, hidden: Array, rows: Array | None = None
     ):
         model = rebuild(params)
-        return predict_tokens(model, tokens, hidden, cache, metadata.derive(), rows, **options)
+        return predict_tokens(model, tokens, hidden, cache, _derived(metadata), rows, **options)
 
     return step, draft, params
 
@@ -191,7 +211,7 @@ def decode_tokens(
         ValueError: if the cache's layout is not one of this model, or ``tokens`` has another length.
     """
     dsa = model.config.dsa
-    _check(model.config, cache.layout, tuple(range(dsa.num_layers)), tokens, step, index_topk)
+    _check(model.config, cache, tuple(range(dsa.num_layers)), tokens, step, index_topk)
     turn = rotation(dsa.rope, dsa.qk_rope_head_dim, step.positions)
     x = model.model.embed_tokens(tokens)
     rows = None
@@ -233,14 +253,23 @@ def predict_tokens(
         own norm, and the rows that were attended to.
 
     Raises:
-        ValueError: if the model has no prediction layer, or the layout does not hold it.
+        ValueError: if the model has no prediction layer, the layout does not hold it, or ``tokens`` or ``hidden`` has
+            another shape or dtype.
     """
     dsa = model.config.dsa
     if not model.prediction_layers:
         raise ValueError(
             "predict_tokens: the model has no prediction layer; load a checkpoint with num_nextn_predict_layers."
         )
-    _check(model.config, cache.layout, (dsa.num_layers,), tokens, step, index_topk)
+    places = step.bucket.tokens
+    states = misfit(
+        "hidden",
+        hidden,
+        (places, model.config.hidden_size),
+        FLOATS,
+        f"float[{places}, {model.config.hidden_size}]",
+    )
+    _check(model.config, cache, (dsa.num_layers,), tokens, step, index_topk, states)
     layer, local = model.prediction_layers[0], cache.layout.layers.index(dsa.num_layers)
     turn = rotation(dsa.rope, dsa.qk_rope_head_dim, step.positions)
     x = layer.join(model.model.embed_tokens(tokens), hidden)
@@ -346,13 +375,18 @@ def _select(
 
 def _check(
     config: ModelConfig,
-    layout: CacheLayout,
+    cache: Cache,
     layers: tuple[int, ...],
     tokens: Array,
     step: Step,
     index_topk: int | None,
+    states: Sequence[str] = (),
 ) -> None:
-    dsa = config.dsa
+    """Raise ValueError naming everything that is wrong, with ``states``, what was found wrong with the hidden states."""
+    expect(
+        "paged step", "cache", cache, Cache, "Pass what Cache.create(layout, slots) or another step returned."
+    )
+    dsa, layout = config.dsa, cache.layout
     problems = [
         f"the layout's {name} is {came}, the model's {want}"
         for name, came, want in (
@@ -370,13 +404,44 @@ def _check(
     ]
     if full:
         problems.append(f"layout and model disagree on which of layers {full} own an indexer")
-    if tokens.shape != (step.bucket.tokens,) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        problems.append(f"tokens is {tokens.dtype}{list(tokens.shape)}; wanted int32[{step.bucket.tokens}]")
-    if index_topk is not None and index_topk < 1:
-        problems.append(f"index_topk is {index_topk}; wanted at least 1")
+    fixes = ["Create the layout with CacheLayout.create(model.config.dsa, ...)."] if problems else []
+    places, others = step.bucket.tokens, list(states)
+    if getattr(tokens, "shape", None) != (places,) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        others.insert(0, f"tokens is {described(tokens)}; wanted int32[{places}]")
+    if others:
+        fixes.append("Pass one entry for each token place of the metadata's bucket.")
+    if index_topk is not None and not (is_whole(index_topk) and index_topk >= 1):
+        others.append(f"index_topk is {described(index_topk)}; wanted a whole number of at least 1")
+        fixes.append("Leave index_topk out for the configuration's.")
+    if problems + others:
+        raise ValueError(f"paged step: {'; '.join(problems + others)}. {' '.join(fixes)}")
+
+
+_FIX_MODEL = "Pass what checkpoint.load_pretrained(...) returned, or another Decoder."
+
+
+def _derived(metadata: StepMetadata) -> Step:
+    fix = "Pass what StepMetadata.create returned, not the step derived from it."
+    expect("paged step", "metadata", metadata, StepMetadata, fix)
+    return metadata.derive()
+
+
+def _check_weights(params: Any, own: list[tuple[tuple[int, ...], Any]]) -> None:
+    """Raise ValueError for weights that cannot be the ones that were taken apart; floats may be of another width."""
+    count = len(own)
+    fix = (
+        "Pass the params that came with this function, in their order; those of another model, or with another choice of "
+        "`stacked`, are not the same."
+    )
+    if not isinstance(params, list | tuple) or len(params) != count:
+        came = f"{len(params)} arrays" if isinstance(params, list | tuple) else described(params)
+        raise ValueError(f"paged step: params is {came}, wanted a list of {count}. {fix}")
+    is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
+    problems = [
+        f"params[{place}] is {described(weight)}, wanted {dtype}{list(shape)}"
+        for place, (weight, (shape, dtype)) in enumerate(zip(params, own, strict=True))
+        if getattr(weight, "shape", None) != shape or is_float(weight.dtype) != is_float(dtype)
+    ]
     if problems:
-        raise ValueError(
-            "paged step: "
-            + "; ".join(problems)
-            + ". Create the layout with CacheLayout.create(model.config.dsa, ...)."
-        )
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(f"paged step: {'; '.join(problems[:3])}{more}. {fix}")

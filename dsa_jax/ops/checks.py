@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import Array
 from dsa_jax.arguments import described, expect
 from dsa_jax.cache import Cache
 from dsa_jax.compat import is_traced
-from dsa_jax.layout import Role
+from dsa_jax.layout import CacheLayout, Role
 from dsa_jax.metadata import Step, StepMetadata
 
 FIX_CACHE = "Pass what Cache.create(layout, slots) or another op returned."
@@ -78,11 +79,20 @@ class Problems:
     def same_layout(self, cache: Cache, step: Step) -> None:
         """Note a step that was derived for another cache geometry."""
         if cache.layout != step.layout:
+            # Pools follow from the rest, and are long.
+            pairs = (
+                (field.name, getattr(step.layout, field.name), getattr(cache.layout, field.name))
+                for field in fields(CacheLayout)
+                if field.name != "pools"
+            )
+            differ = [
+                f"{name} {described(came)} and {described(held)}"
+                for name, came, held in pairs
+                if came != held
+            ]
             self.found.append(
-                "the step's layout is not the cache's "
-                f"(page_size {step.layout.page_size} and {cache.layout.page_size}, manager {step.layout.manager} and "
-                f"{cache.layout.manager}, forms {step.layout.key_form}/{step.layout.index_form} and "
-                f"{cache.layout.key_form}/{cache.layout.index_form}); build the metadata with layout=cache.layout"
+                f"the step's layout is not the cache's ({', '.join(differ or ['their pools differ'])}); "
+                "build the metadata with layout=cache.layout"
             )
 
     def note(self, problem: str) -> None:

@@ -56,6 +56,18 @@ def expect(operation: str, name: str, value: Any, wanted: type, fix: str) -> Non
         raise ValueError(f"{operation}: {name} is {described(value)}, wanted a {wanted.__name__}. {fix}")
 
 
+def returned(operation: str, name: str, result: Any, parts: Sequence[str], fix: str) -> Any:
+    """What a caller's function returned, if it has as many values as ``parts``.
+
+    Raises:
+        ValueError: naming the function, what it returned, what is wanted and the fix.
+    """
+    if isinstance(result, tuple | list) and len(result) == len(parts):
+        return result
+    came = f"{len(result)} values" if isinstance(result, tuple | list) else described(result)
+    raise ValueError(f"{operation}: {name} returned {came}, wanted ({', '.join(parts)}). {fix}")
+
+
 def is_temperature(value: Any) -> bool:
     """Whether a value is a number of at least 0 that is finite in float32, too."""
     return is_number(value) and bool(0 <= value <= float(np.finfo(np.float32).max))

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from dsa_jax.arguments import FLOATS, described, expect, is_number, is_whole, misfit
+from dsa_jax.bucket import Bucket
 from dsa_jax.compat import is_traced
 from dsa_jax.layout import FIX_LAYOUT, CacheLayout
 from dsa_jax.metadata import StepMetadata
@@ -127,10 +128,12 @@ def advance(
         next_n: token places of each decode request in the new step, if they change.
 
     Raises:
-        ValueError: ``new_lens`` has no whole number for each request, or ``pages`` or ``next_n`` is of another kind.
+        ValueError: ``new_lens`` has no whole number for each request, more of them are known to be added than a decode
+            request has places, or ``pages`` or ``next_n`` is of another kind.
     """
-    new_lens = _each_len("advance", meta, "new_lens", new_lens)
+    given, new_lens = new_lens, _each_len("advance", meta, "new_lens", new_lens)
     problems = [f"{problem}. Leave it out to keep the bucket's" for problem in _next_n_problems(next_n)]
+    problems = problems or _place_problems(given, meta.bucket, next_n or meta.bucket.next_n)
     if pages is not None and (
         getattr(pages, "ndim", None) != 2 or pages.shape[1] != 3 or pages.dtype != jnp.int32
     ):
@@ -275,6 +278,18 @@ def _each_len(operation: str, meta: StepMetadata, name: str, lens: Any) -> Array
     return jnp.broadcast_to(jnp.asarray(lens, jnp.int32), wanted)
 
 
+def _place_problems(lens: Any, bucket: Bucket, next_n: int) -> list[str]:
+    """Numbers that are known on the host and more than the places of a decode request: the rest would never be written."""
+    if not bucket.decode_requests or not (is_whole(lens) or isinstance(lens, np.ndarray)):
+        return []
+    most = int(np.broadcast_to(lens, (bucket.requests,))[bucket.context_requests :].max())
+    if most <= next_n:
+        return []
+    return [
+        f"new_lens is {_with_values(lens)}, wanted at most {next_n} for a decode request. Pass a larger next_n"
+    ]
+
+
 def _with_values(lens: Any) -> str:
     """What came; of a NumPy array the values as well, which are what is wrong with it if its dtype is not."""
     return (
@@ -283,8 +298,10 @@ def _with_values(lens: Any) -> str:
 
 
 def _next_n_problems(next_n: Any) -> list[str]:
-    if next_n is None or (is_whole(next_n) and next_n >= 1):
+    if next_n is None or (is_whole(next_n) and 1 <= next_n < 2**31):
         return []
+    if is_whole(next_n) and next_n >= 1:
+        return [f"next_n is {next_n}, wanted less than 2**31"]
     return [
         f"next_n is {described(next_n)}, wanted {'' if is_whole(next_n) else 'a whole number of '}at least 1"
     ]
@@ -354,7 +371,7 @@ def _check_probabilities(logits: Any, temperature: Any, top_p: Any) -> None:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         own = getattr(value, "shape", ())
         # One for each row must not be taken for one for each token.
-        if own and (len(own) > len(shape) or own[-1] != 1):
+        if own and (own[-1] != 1 or not _spreads(own, shape)):
             problems.append(f"{name} is {described(value)}, wanted a number or [..., 1]")
     if top_p is not None and not _known(
         top_p, lambda value: (value >= np.finfo(np.float32).tiny) & (value <= 1)
@@ -374,6 +391,13 @@ def _known(value: Any, fits: Callable[[Any], Any]) -> bool:
     ):
         return False
     return is_traced(value) or bool(np.all(fits(np.asarray(value))))
+
+
+def _spreads(own: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether an array of shape ``own`` is repeated along axes of size 1, or missing in front, to have ``shape``."""
+    return len(own) <= len(shape) and all(
+        size in (1, wanted) for size, wanted in zip(own[::-1], shape[::-1], strict=False)
+    )
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from dsa_jax import loops
-from dsa_jax.arguments import described, is_whole
+from dsa_jax.arguments import described, is_whole, returned
 from dsa_jax.cache import Cache
 from dsa_jax.draft import draft_metadata
 from dsa_jax.engine import Engine, Generated, alive, padded, reserve, table_array, token_ids
@@ -111,6 +111,8 @@ class DraftEngine(Engine):
         if not is_whole(self.drafts) or not 1 <= self.drafts <= MOST_DRAFTS:
             problems.append(f"drafts is {described(self.drafts)}; wanted 1 to {MOST_DRAFTS}")
         sizes = self._too_small("draft_slots", "block")
+        if not isinstance(self.share_selection, bool):
+            sizes.append(f"share_selection is {described(self.share_selection)}; wanted True or False")
         return problems + sizes + self._of_another_kind("draft", "draft_layout")
 
     @property
@@ -231,7 +233,11 @@ class DraftEngine(Engine):
         self, params: Any, caches: tuple[Cache, Cache], meta: StepMetadata, table, tokens, following, ends
     ):
         main: Any = self.step
-        cache, logits, hidden = main(params, caches[0], meta, tokens)
+        fix = "Pass make_speculative's; that of make_step is for Engine."
+        parts = returned(
+            "DraftEngine", "step", main(params, caches[0], meta, tokens), ("cache", "logits", "hidden"), fix
+        )
+        cache, logits, hidden = parts
         draft_meta = draft_metadata(meta, self.draft_layout, table)
         draft_cache, *_ = self.draft(params, caches[1], draft_meta, following, hidden, None)
         return (cache, draft_cache), logits, hidden[ends]

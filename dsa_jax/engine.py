@@ -7,6 +7,7 @@ buckets, one for prefill chunks and one for decoding, so that each is traced onc
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsa_jax.arguments import described, is_seed, is_temperature, is_whole, plain
+from dsa_jax.arguments import described, is_seed, is_temperature, is_whole, plain, returned
 from dsa_jax.cache import Cache
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
@@ -109,7 +110,7 @@ class Engine:
         self.decode_bucket = Bucket(decode_requests=self.max_requests, table_width=width)
         self.cache = Cache.create(self.layout, self.slots)
         self.pool = PagePoolState.create(self.slots, self.layout.page_size)
-        self._step = jax.jit(self.step, donate_argnums=(1,))
+        self._step = jax.jit(_two_parts(self.step), donate_argnums=(1,))
         self._sample = jax.jit(sample)
         self._losses = 0
 
@@ -129,6 +130,11 @@ class Engine:
             f"{name} is {described(value)}; wanted {'' if is_whole(value) else 'a whole number of '}at least 1"
             for name, value in values.items()
             if not (is_whole(value) and value >= 1)
+        ] + [
+            f"{name} is {value}; wanted less than 2**31"
+            for name, value in values.items()
+            # What is wrong with slots, the cache says.
+            if is_whole(value) and value >= 2**31 and not name.endswith("slots")
         ]
 
     def _of_another_kind(self, step: str, layout: str) -> list[str]:
@@ -420,6 +426,18 @@ class Engine:
             f"the prompts and {tokens} new tokens each need {pages} pages of {pool.page_size} tokens, "
             f"the {name} has {pool.free_slots} free: build the engine with more slots, or ask for less"
         ]
+
+
+def _two_parts(step: StepFunction) -> StepFunction:
+    """The step, refused where it returns something else: by the time that it is unpacked, its cache is lost."""
+
+    # The program keeps the step's name.
+    @functools.wraps(step)
+    def checked(*arguments: Any) -> tuple[Cache, Array]:
+        fix = "Pass make_step's; that of make_speculative, which returns hidden states, too, is for DraftEngine."
+        return returned("Engine", "step", step(*arguments), ("cache", "logits"), fix)
+
+    return checked
 
 
 def alive(cache: Cache, slots: int) -> Cache:

@@ -2,7 +2,8 @@
 
 Both loops take the model as functions and the batch as a value, and return a value: the old one can be continued again
 (branching), as long as its cache was not donated. Pages are reserved ahead for every token that a loop may write; a request
-whose pages end early pauses there, live, and writes on in another loop once it has more.
+whose pages end early pauses there, live, and writes on in another loop once it has more. To know before, on the host:
+``replace(meta, kv_lens=meta.kv_lens + count).validate(cache.slots)`` names every request that lacks one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dsa_jax.arguments import FLOATS, described, expect, is_whole, misfit
+from dsa_jax.arguments import FLOATS, described, expect, is_whole, misfit, returned
 from dsa_jax.cache import Cache
 from dsa_jax.draft import advance, draft_metadata, rewind
 from dsa_jax.metadata import StepMetadata
@@ -155,7 +156,7 @@ def decode_loop(
         going = batch.live & (batch.meta.kv_lens < held)
         meta = advance(batch.meta, going.astype(jnp.int32))
         tokens = jnp.pad(batch.last[:, None], ((0, 0), (0, places - 1))).reshape(-1)
-        cache, logits, _ = _result("decode_loop", "step", step(params, cache, meta, tokens), tokens)
+        cache, logits, _ = _result("decode_loop", "step", step(params, cache, meta, tokens), tokens, cache)
         token, _ = sampling.draw(logits.reshape(requests, places, -1)[:, 0], meta.kv_lens)
         written = written.at[:, i].set(jnp.where(going, token, -1))
         last = jnp.where(going, token, batch.last)
@@ -234,6 +235,8 @@ def speculative_loop(
     found = misfit("draft_table", draft_table, (r, None), ("int32",), f"int32[{r}, W_draft]")
     if not found and is_whole(count):
         found = _room_problems("draft_table", draft_table.shape[1], caches[1].layout.page_size, count)
+    if not isinstance(share_selection, bool):
+        found.append(f"share_selection is {described(share_selection)}, wanted True or False")
     _check("speculative_loop", batch, problems + found, count, next_n=max(places, 2), turns=turns)
     held = _tokens_held(batch.meta.page_table, batch.meta.kv_lens, batch.meta.layout.page_size)
     place = jnp.arange(places, dtype=jnp.int32)[None, :]
@@ -247,7 +250,7 @@ def speculative_loop(
         flat = batch.hidden.reshape(requests * places, -1)
         following = batch.following.reshape(-1)
         drafted = draft(params, cache, meta, following, flat, None)
-        cache, logits, states, rows = _result("speculative_loop", "draft", drafted, following)
+        cache, logits, states, rows = _result("speculative_loop", "draft", drafted, following, cache)
         logits, state, rows = (_at(x.reshape(requests, places, -1), newest) for x in (logits, states, rows))
         tokens, given = [], []
         for number in range(drafts):
@@ -255,7 +258,7 @@ def speculative_loop(
                 meta = advance(meta, live, next_n=1)
                 reused = rows if share_selection else None
                 drafted = draft(params, cache, meta, tokens[-1], state, reused)
-                cache, logits, state, _ = _result("speculative_loop", "draft", drafted, tokens[-1])
+                cache, logits, state, _ = _result("speculative_loop", "draft", drafted, tokens[-1], cache)
             token, p = sampling.draw(logits, meta.kv_lens, stream=1 + number)
             tokens.append(token)
             given.append(p)
@@ -273,7 +276,8 @@ def speculative_loop(
         meta = advance(batch.meta, live * places)
         tokens = jnp.concatenate([batch.last[:, None], proposed], axis=1)
         stepped = step(params, cache, meta, tokens.reshape(-1))
-        cache, logits, hidden = _result("speculative_loop", "step", stepped, tokens.reshape(-1))
+        cache, logits, hidden = _result("speculative_loop", "step", stepped, tokens.reshape(-1), cache)
+        _check_states(hidden, batch.hidden)
         logits = logits.reshape(requests, places, -1)
         accepted, token = sampling.accept(logits, meta.kv_lens, proposed, given)
 
@@ -333,14 +337,16 @@ _FIX_CACHE = "Pass what Cache.create(layout, slots) or another loop returned."
 _PARTS = {"step": ("cache", "logits", "hidden"), "draft": ("cache", "logits", "hidden", "rows")}
 
 
-def _result(operation: str, name: str, result: Any, tokens: Array) -> Any:
+def _result(operation: str, name: str, result: Any, tokens: Array, cache: Cache) -> Any:
     """What a step or a draft returned, if it has every part, with a row for each token place; ValueError otherwise."""
     wanted = _PARTS[name]
-    if not isinstance(result, tuple | list) or len(result) != len(wanted):
-        came = f"{len(result)} values" if isinstance(result, tuple | list) else described(result)
+    fix = "Pass what make_speculative returned, or one of the same results."
+    result = returned(operation, name, result, wanted, fix)
+    after = result[0]
+    if not isinstance(after, Cache) or after.layout != cache.layout:
+        came = f"{described(after)}{' of another layout' * isinstance(after, Cache)}"
         raise ValueError(
-            f"{operation}: {name} returned {came}, wanted ({', '.join(wanted)}). Pass what make_speculative returned, or "
-            "one of the same results."
+            f"{operation}: {name} returned {came}, wanted the cache that it was given, with the new tokens. {fix}"
         )
     problems = [
         f"{part} {described(value)}, wanted {tokens.shape[0]} rows"
@@ -352,6 +358,15 @@ def _result(operation: str, name: str, result: Any, tokens: Array) -> Any:
             f"{operation}: {name} returned {'; '.join(problems)}. Return a row for each of the tokens that it is given."
         )
     return result
+
+
+def _check_states(hidden: Array, held: Array) -> None:
+    """Raise ValueError where the main model's states cannot take the place of those that the batch holds."""
+    if hidden.shape[1:] != held.shape[2:] or hidden.dtype != held.dtype:
+        raise ValueError(
+            f"speculative_loop: batch.hidden is {described(held)}, and step returned hidden {described(hidden)}, wanted "
+            "states of one width and dtype. Begin the batch with what the same step returned."
+        )
 
 
 def _listed(caches: Any) -> str:
@@ -376,6 +391,7 @@ def _check_classes(
     expect(operation, "batch", batch, batch_class, f"Pass {batch_class.__name__}{fix}.")
     expect(operation, "sampling", sampling, Sampling, "Pass Sampling.create(), which takes the best token.")
     expect(operation, "batch.meta", batch.meta, StepMetadata, "Pass what StepMetadata.create returned.")
+    batch.meta.check_shapes()
 
 
 def _room_problems(table: str, width: int, page_size: int, count: int) -> list[str]:

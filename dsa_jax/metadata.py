@@ -124,7 +124,7 @@ class StepMetadata:
             ValueError: listing all problems.
         """
         self.bucket.validate()
-        _check_shapes(self)
+        self.check_shapes()
         _check_facts(
             np.asarray(self.page_table),
             np.asarray(self.kv_lens),
@@ -134,9 +134,24 @@ class StepMetadata:
             slots,
         )
 
+    def check_shapes(self) -> None:
+        """Raise ValueError naming every array that is not of the bucket's shape, or not int32. Looks at no value."""
+        count, width = self.bucket.requests, self.bucket.table_width
+        problems = []
+        for name, wanted in (("page_table", (count, width)), ("kv_lens", (count,)), ("new_lens", (count,))):
+            array = getattr(self, name)
+            if getattr(array, "shape", None) != wanted or array.dtype != jnp.int32:
+                problems.append(f"{name} is {described(array)}, wanted int32{list(wanted)}")
+        if problems:
+            raise ValueError(
+                "StepMetadata: "
+                + "; ".join(problems)
+                + ". The bucket says R and W: build the facts with StepMetadata.create."
+            )
+
     def derive(self) -> Step:
         """Everything that follows from the facts. Pure jnp, meant for the top of a jitted step."""
-        _check_shapes(self)
+        self.check_shapes()
         bucket, page_size = self.bucket, self.layout.page_size
         kv_lens = jnp.maximum(self.kv_lens, 0)
         new_lens = jnp.maximum(self.new_lens, 0)
@@ -328,21 +343,6 @@ def _gather_rows(table: Array, ends: Array, bucket: Bucket, page_size: int) -> A
 def _unpack(facts: Array) -> tuple[Array, Array, Array]:
     """Page table and lengths of an array that travelled to the device as one."""
     return facts[:, :-2], facts[:, -2], facts[:, -1]
-
-
-def _check_shapes(meta: StepMetadata) -> None:
-    count, width = meta.bucket.requests, meta.bucket.table_width
-    problems = []
-    for name, wanted in (("page_table", (count, width)), ("kv_lens", (count,)), ("new_lens", (count,))):
-        array = getattr(meta, name)
-        if getattr(array, "shape", None) != wanted or array.dtype != jnp.int32:
-            problems.append(f"{name} is {described(array)}, wanted int32{list(wanted)}")
-    if problems:
-        raise ValueError(
-            "StepMetadata: "
-            + "; ".join(problems)
-            + ". The bucket says R and W: build the facts with StepMetadata.create."
-        )
 
 
 def _check_facts(

@@ -106,10 +106,18 @@ class Sampling:
 
         Returns:
             ``int32[R]`` accepted drafts and ``int32[R]``, the token after them.
+
+        Raises:
+            ValueError: ``given`` is missing although tokens are drawn, or an argument has another shape or dtype.
         """
         every = jnp.full(drafts.shape[:1], drafts.shape[1], jnp.int32)
-        if self.temperature is None or given is None:
+        if self.temperature is None:
             return accept_greedy(logits, drafts, every)
+        if given is None:
+            raise ValueError(
+                "Sampling.accept: given is None, wanted float32[R, m, V], as the sampling has a temperature. Pass what draw "
+                "returned with the drafts."
+            )
         target = probabilities(logits, self.temperature, self.top_p)
         return accept_sampled(self.keys(positions), target, given, drafts, every)
 
@@ -122,7 +130,10 @@ def _stop_ids(stop: Any) -> list[int] | None:
     """Token ids of any iterable of whole numbers from 0 that fit int32; None for anything else."""
     if isinstance(stop, str | bytes) or not hasattr(stop, "__iter__") or getattr(stop, "shape", None) == ():
         return None
-    ids = [plain(token) for token in stop]
+    given = list(stop)
+    if any(map(is_traced, given)):
+        return None
+    ids = [plain(token) for token in given]
     return ids if all(is_whole(token) and 0 <= token < 2**31 for token in ids) else None
 
 

@@ -173,7 +173,9 @@ def test_pages_for_a_loop_can_be_asked_for_ahead():
     after(2).validate()
     with refused("request 1 of 5 tokens needs 2 pages, its table has a gap"):
         after(3).validate()
-    with refused("request 0 of 13 tokens needs 4 pages, the table is 3 wide; request 1 of 10 tokens needs 3 pages"):
+    with refused(
+        "request 0 of 13 tokens needs 4 pages, the table is 3 wide; request 1 of 10 tokens needs 3 pages"
+    ):
         after(8).validate()
 
 

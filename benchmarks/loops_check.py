@@ -42,6 +42,7 @@ class Loops:
         model = checkpoint.load_pretrained(name, dtype=dtype)
         dsa = model.config.dsa
         self.step, self.draft, self.params = make_speculative(model)
+        apart, _, self.params_apart = make_speculative(model, stacked=False)
         self.layouts = tuple(
             CacheLayout.create(dsa, layers=layers, **forms)
             for layers in (tuple(range(dsa.num_layers)), (dsa.num_layers,))
@@ -53,7 +54,10 @@ class Loops:
         self.caches = tuple(Cache.create(layout, slots) for layout in self.layouts)
         self.prefill = jax.jit(self._prefill, donate_argnums=1)
         self.plain = jax.jit(partial(decode_loop, self.step, count=tokens), donate_argnames="cache")
-        self.single = jax.jit(partial(decode_loop, self.step, count=1), donate_argnames="cache")
+        self.single, self.single_apart = (
+            jax.jit(partial(decode_loop, step, count=1), donate_argnames="cache")
+            for step in (self.step, apart)
+        )
         self.speculative = jax.jit(
             partial(speculative_loop, self.step, self.draft, count=tokens),
             donate_argnames="caches",
@@ -96,13 +100,12 @@ class Loops:
         self.caches = (cache, self.caches[1])
         return written
 
-    def step_loop(self, steps: int | None = None):
-        """One program a token; nothing is read back in between."""
+    def step_loop(self, steps: int | None = None, *, apart: bool = False):
+        """One program a token; nothing is read back in between. The host pays for every array: see `take_apart`."""
         cache, batch, written = self.caches[0], self.batch, None
+        single, params = (self.single_apart, self.params_apart) if apart else (self.single, self.params)
         for _ in range(steps or self.tokens):
-            cache, batch, written = self.single(
-                params=self.params, cache=cache, batch=batch, sampling=self.sampling
-            )
+            cache, batch, written = single(params=params, cache=cache, batch=batch, sampling=self.sampling)
         self.caches = (cache, self.caches[1])
         return written
 
@@ -138,6 +141,7 @@ def compare(loops: Loops, prompts: Sequence[Sequence[int]]) -> Row:
     calls = {
         "program": loops.one_program,
         "steps": loops.step_loop,
+        "steps, weights apart": partial(loops.step_loop, apart=True),
         "drafts": loops.speculate,
         "drafts, fixed": partial(loops.speculate, turns),
     }
@@ -150,6 +154,7 @@ def compare(loops: Loops, prompts: Sequence[Sequence[int]]) -> Row:
         "tokens": loops.tokens,
         "ms": {name: 1e3 * t for name, t in times.items()},
         "program over steps": times["steps"] / times["program"],
+        "program over steps, weights apart": times["steps, weights apart"] / times["program"],
         "drafts over program": times["program"] / times["drafts"],
         "accepted": int(drafted.accepted.sum()) / max(int(drafted.drafted.sum()), 1),
         "turns": turns,

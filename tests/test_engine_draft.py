@@ -293,5 +293,5 @@ def test_loops_benchmark_runs_on_a_cpu(tmp_path):
     loops_check.main(options)
     compared, derive = json.loads(report.read_text())["rows"]
     assert compared["equal up to"] == [3]
-    assert set(compared["ms"]) == {"program", "steps", "drafts", "drafts, fixed"}
+    assert set(compared["ms"]) == {"program", "steps", "steps, weights apart", "drafts", "drafts, fixed"}
     assert derive["derive_us"]["queued"] > 0

@@ -6,6 +6,7 @@ bytes are NaN in every form, and must still be afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -102,7 +103,10 @@ def test_bytes(implementation, manager, key, index, page_size, tie_rule, key_sca
 def test_every_combination(implementation, manager, key, index, page_size):
     page_size = 64 if key == "fp8_ds_mla" else page_size
     key_scale = form_cases.KEY_SCALE.get(key)
-    check_bytes(implementation, manager, key, index, page_size, "even", key_scale, jnp.bfloat16, 0xFF)
+    # The model's float32 latents are as wide as float32 index keys, so that V2 makes one pool of both: no typed array.
+    refused = pytest.raises(ValueError, match="coalesced into pool 0")
+    with refused if (manager, key, index) == ("v2", "f32", "f32") else contextlib.nullcontext():
+        check_bytes(implementation, manager, key, index, page_size, "even", key_scale, jnp.bfloat16, 0xFF)
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS["append_latent"])

@@ -2,7 +2,7 @@
 
 Both loops take the model as functions and the batch as a value, and return a value: the old one can be continued again
 (branching), as long as its cache was not donated. Pages are reserved ahead for every token that a loop may write; a request
-whose pages end early pauses there, live, and writes on in another loop once it has more. To know before, on the host:
+whose pages end early (a -1 in its table) pauses there, live, and writes on in another loop once it has more. To know before:
 ``replace(meta, kv_lens=meta.kv_lens + count).validate(cache.slots)`` names every request that lacks one.
 """
 

@@ -106,7 +106,6 @@ def take_apart(
         pieces += [heads[:, : dsa.qk_nope_head_dim], heads[:, dsa.qk_nope_head_dim :]] if cut else [leaf]
     on_gpu = target_device().platform == "gpu"
     params, unstack = _stack(pieces, MOST_STACKED if (on_gpu if stacked is None else stacked) else 0)
-
     own = [(weight.shape, weight.dtype) for weight in params]
 
     def rebuild(params: Parameters) -> Any:

@@ -188,19 +188,20 @@ def rows(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]
     """The shipped model in the middle of pages of different age, and at a page boundary for all; many weights."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else None
     model = checkpoint.load_pretrained(options.model, dtype=dtype)
-    step, _, params = make_speculative(model)
+    step, _, params = make_speculative(model, stacked=None)
+    apart, _, params_apart = make_speculative(model)
     layout, count, turns = CacheLayout.create(model.config.dsa), options.requests, options.turns
     width = -(-options.context // layout.page_size)
     ragged = np.random.default_rng(0).integers(1, options.context - 18 * turns - 64, count)
     aligned = np.maximum(ragged // layout.page_size, 1) * layout.page_size
     many = [jnp.full(1, i, jnp.bfloat16) for i in range(options.weights)]
-    one, sixteen = several(step), several(step, 16)
+    one, sixteen = several(step), several(apart, 16)
 
     def host(run: Run, weights: Any = params, lengths: np.ndarray = ragged, **options: int) -> Host:
         return Host(run, weights, layout, lengths, width, **options)
 
     return {
-        "16 steps a program": lambda: measure(host(sixteen, steps=16), turns),
+        "16 steps a program": lambda: measure(host(sixteen, params_apart, steps=16), turns),
         "queued": lambda: measure(host(one), turns, together=8),
         "queued, pages for 16 steps at a time": lambda: measure(host(one, ahead=16), 2 * turns, together=8),
         "each awaited": lambda: measure(host(one, ahead=16), turns),

@@ -42,7 +42,7 @@ class Loops:
         model = checkpoint.load_pretrained(name, dtype=dtype)
         dsa = model.config.dsa
         self.step, self.draft, self.params = make_speculative(model)
-        apart, _, self.params_apart = make_speculative(model, stacked=False)
+        stacked, _, self.params_stacked = make_speculative(model, stacked=None)
         self.layouts = tuple(
             CacheLayout.create(dsa, layers=layers, **forms)
             for layers in (tuple(range(dsa.num_layers)), (dsa.num_layers,))
@@ -56,7 +56,7 @@ class Loops:
         self.plain = jax.jit(partial(decode_loop, self.step, count=tokens), donate_argnames="cache")
         self.single, self.single_apart = (
             jax.jit(partial(decode_loop, step, count=1), donate_argnames="cache")
-            for step in (self.step, apart)
+            for step in (stacked, self.step)
         )
         self.speculative = jax.jit(
             partial(speculative_loop, self.step, self.draft, count=tokens),
@@ -103,7 +103,7 @@ class Loops:
     def step_loop(self, steps: int | None = None, *, apart: bool = False):
         """One program a token; nothing is read back in between. The host pays for every array: see `take_apart`."""
         cache, batch, written = self.caches[0], self.batch, None
-        single, params = (self.single_apart, self.params_apart) if apart else (self.single, self.params)
+        single, params = (self.single_apart, self.params) if apart else (self.single, self.params_stacked)
         for _ in range(steps or self.tokens):
             cache, batch, written = single(params=params, cache=cache, batch=batch, sampling=self.sampling)
         self.caches = (cache, self.caches[1])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from dsa_jax.models.norm import LayerNorm, Linear, contract
+from dsa_jax.models.norm import LayerNorm, Linear, contract, contract_exactly
 from dsa_jax.models.rope import Rotation, rotate
 from dsa_jax.quant import hadamard as hadamard_rotation
 
@@ -67,9 +67,9 @@ class Indexer(nnx.Module):
         return self._turn(self.k_norm(self.wk(x)), rotation, hadamard)
 
     def head_weights(self, x: Array) -> Array:
-        """Signed weight of each head with the scales ``H^-0.5 * D^-0.5`` in it, all in float32.
+        """Signed weight of each head with the scales ``H^-0.5 * D^-0.5`` in it, in float32.
 
-        A product rounded to bfloat16 changes selections between near ties, so the input is raised to float32 first.
+        Sums rounded to bfloat16 would change selections between near ties.
 
         Args:
             x: ``[..., hidden]``, normalised input of the layer.
@@ -78,7 +78,8 @@ class Indexer(nnx.Module):
             ``float32[..., H]``.
         """
         dsa = self.config
-        return self.weights_proj(x.astype(jnp.float32)) * (dsa.index_n_heads * dsa.index_head_dim) ** -0.5
+        weights = contract_exactly("...i,oi->...o", x, self.weights_proj.weight[...])
+        return weights * (dsa.index_n_heads * dsa.index_head_dim) ** -0.5
 
     def _turn(self, x: Array, rotation: Rotation, hadamard: bool) -> Array:
         dsa = self.config

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from dsa_jax.models.norm import Buffer, Linear, contract
+from dsa_jax.models.norm import Buffer, Linear, contract, contract_exactly
 
 if TYPE_CHECKING:
     from dsa_jax.models.config import ModelConfig
@@ -84,7 +84,7 @@ class Gate(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """Route ``[N, hidden]``: ``float32[N, k]`` weights and ``int32[N, k]`` experts."""
-        logits = contract("ni,ei->ne", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        logits = contract_exactly("ni,ei->ne", x, self.weight[...])
         return route(logits, self.e_score_correction_bias[...].astype(jnp.float32), self.config)
 
 
@@ -130,7 +130,8 @@ class Experts(nnx.Module):
         hidden = jax.nn.silu(contract("ni,ewi->new", x, gate, wide=True))
         hidden = hidden * contract("ni,ewi->new", x, up, wide=True)
         hidden = (hidden * share[..., None]).astype(x.dtype)
-        return contract("new,eow->no", hidden, down, wide=True)
+        # Summed afterwards: over experts and width at once XLA first copies the weights into that order, in every step.
+        return jnp.sum(contract("new,eow->eno", hidden, down, wide=True), axis=0)
 
     def _chosen(self, x: Array, weights: Array, experts: Array) -> Array:
         """Only the chosen experts: tokens sorted by expert, one grouped product a projection."""

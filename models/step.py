@@ -80,7 +80,8 @@ def take_apart(
     of one array XLA copies both parts in every layer and step, while it sees through their being joined and cut again.
 
     Every array that a program is called with costs its host a microsecond, however small it is. On a GPU XLA reads a matrix
-    from within a stack of them, unless a library multiplies it as it does large ones, and on a CPU it copies it first.
+    from within a stack of them, unless a library multiplies it as it does large ones, or the step is the body of a loop. On
+    a CPU it copies it first.
 
     Args:
         module: the weights; they are not copied, but for those that are cut or stacked.
@@ -147,7 +148,7 @@ def make_speculative(
     *,
     index_topk: int | None = None,
     implementation: Choice = None,
-    stacked: bool | None = None,
+    stacked: bool | None = False,
 ) -> tuple[Callable, Callable, Parameters]:
     """The functions that ``dsa_jax.loops`` asks of a model with a prediction layer.
 
@@ -155,7 +156,8 @@ def make_speculative(
         model: the weights.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
-        stacked: see `take_apart`.
+        stacked: see `take_apart`. A program of many steps is called once for all of them, so the number of its arguments
+            hardly counts; but in the body of a loop XLA copies each weight out of its stack again, in every turn.
 
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model,

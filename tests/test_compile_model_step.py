@@ -1,4 +1,4 @@
-"""A whole decode step of the shipped model compiles for Hopper, and copies no weights."""
+"""A whole decode step of the shipped model, and a loop of steps, compile for Hopper and copy no weights."""
 
 from __future__ import annotations
 
@@ -54,3 +54,34 @@ def test_stacked_weights_are_not_copied(compile_environment):
         for stacked in (False, True)
     )
     assert stacked == apart
+
+
+def loop_case(*, count: int):
+    """For `compile_without_gpu`: so many tokens of eight requests in one program, with the weights as loops get them."""
+    from dsa_jax.cache import Cache
+    from dsa_jax.layout import CacheLayout
+    from dsa_jax.loops import Batch, Sampling, decode_loop
+    from dsa_jax.metadata import Bucket, StepMetadata
+    from dsa_jax.models import checkpoint
+    from dsa_jax.models.step import make_speculative
+
+    model = checkpoint.load_pretrained("docs-8m", dtype=jnp.bfloat16)
+    step, _, params = make_speculative(model)
+    layout = CacheLayout.create(model.config.dsa)
+    meta = StepMetadata.create(layout, Bucket(decode_requests=8, table_width=16), [], [], [])
+    batch = Batch(last=jnp.zeros(8, jnp.int32), meta=meta, live=jnp.ones(8, bool))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch, Sampling.create())
+    )
+
+    def loop(params, cache, batch, sampling):
+        return decode_loop(step, params, cache, batch, count, sampling)
+
+    return loop, [shapes[0], Cache.abstract(layout, 1024), *shapes[1:]]
+
+
+def test_a_turn_of_a_loop_is_a_step(compile_environment):
+    """Counters and the buffer of tokens, but no weight cut out of a stack in every turn (52 fusions, were they stacked)."""
+    case = "test_compile_model_step:loop_case"
+    step, loop = (compile_case(compile_environment, "sm90", case, count=count) for count in (1, 4))
+    assert 0 <= loop["fusions"] - step["fusions"] < 12, (step, loop)

@@ -137,9 +137,11 @@ def test_key_norm_removes_the_mean_and_adds_a_bias():
     assert float(jnp.abs(RMSNorm(4, 1e-6)(jnp.array([[10.0, 12.0, 10.0, 12.0]]))).min()) > 0.8
 
 
-def test_head_weights_are_float32_products():
-    model = random_model("tiny")
-    indexer = indexer_of(model)
+@pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16])
+def test_head_weights_are_float32_products(kept):
+    """Of weights in either dtype; sums rounded to bfloat16 would be off by 1e-3."""
+    indexer = indexer_of(random_model("tiny"))
+    indexer.weights_proj.weight.set_value(indexer.weights_proj.weight[...].astype(kept))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((50, 48)), jnp.bfloat16)
     got = indexer.head_weights(x)
     assert got.dtype == jnp.float32

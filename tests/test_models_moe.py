@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import numpy_decoder
 from dsa_jax.models import moe
@@ -55,6 +56,20 @@ def test_a_group_is_ranked_by_its_two_best():
 
 def test_the_lower_expert_wins_ties():
     assert moe.route(jnp.zeros((1, 8)), jnp.zeros(8), config_of())[1].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16])
+def test_the_gate_sums_in_float32(kept):
+    """Of weights in either dtype; logits rounded to bfloat16 would be off by 1e-2 and choose others between near ties."""
+    config = config_of(n_group=1, topk_group=1)
+    gate = moe.Gate(config, rngs=nnx.Rngs(0))
+    gate.weight.set_value(gate.weight[...].astype(kept))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((200, 48)), jnp.bfloat16)
+    logits = np.asarray(x, np.float64) @ np.asarray(gate.weight[...], np.float64).T
+    wanted, numbers = moe.route(jnp.asarray(logits, jnp.float32), jnp.zeros(8), config)
+    weights, experts = gate(x)
+    np.testing.assert_array_equal(experts, numbers)
+    np.testing.assert_allclose(weights, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 33])

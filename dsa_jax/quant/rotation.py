@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import jax
+from functools import cache
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -11,7 +13,8 @@ def hadamard(x: Array) -> Array:
     """Multiply by the Sylvester Hadamard matrix times ``D**-0.5``: orthonormal, symmetric, its own inverse.
 
     Applied to query and key together it leaves their dot product unchanged and spreads outliers before quantisation
-    (DeepSeek-V3.2's indexer). Computed in float32.
+    (DeepSeek-V3.2's indexer). Summed in float32; the entries of the matrix are 1 and -1 until then, so that the products are
+    exact in every dtype.
 
     Args:
         x: floats ``[..., D]``, D a power of two.
@@ -31,14 +34,18 @@ def hadamard(x: Array) -> Array:
             f"hadamard: x has last dimension {width}; wanted a power of two. Pad the head dimension, or switch the "
             "Hadamard rotation off in the layout and the model."
         )
-    return jnp.matmul(x.astype(jnp.float32), _hadamard_matrix(width), precision=lax.Precision.HIGHEST).astype(
-        x.dtype
-    )
+    if x.dtype.itemsize == 2:
+        factor, precision = x, None
+    else:
+        factor, precision = x.astype(jnp.float32), lax.Precision.HIGHEST
+    # Behind the barrier, because XLA takes a product of joined parts and a constant apart into a product for each part.
+    signs = lax.optimization_barrier(jnp.asarray(_signs(width), factor.dtype))
+    sums = jnp.matmul(factor, signs, precision=precision, preferred_element_type=jnp.float32)
+    return (sums * width**-0.5).astype(x.dtype)
 
 
-def _hadamard_matrix(width: int) -> Array:
-    """Sylvester's matrix, entry (i, j) = (-1)**popcount(i & j), times ``width**-0.5``."""
-    index = jnp.arange(width, dtype=jnp.int32)
-    odd = lax.population_count(index[:, None] & index[None, :]) & 1
-    with jax.numpy_dtype_promotion("standard"):
-        return (1 - 2 * odd).astype(jnp.float32) * (width**-0.5)
+@cache
+def _signs(width: int) -> np.ndarray:
+    """Sylvester's matrix, entry (i, j) = (-1)**popcount(i & j)."""
+    index = np.arange(width)
+    return 1 - 2 * (np.bitwise_count(index[:, None] & index[None, :]).astype(np.int32) & 1)

@@ -26,7 +26,7 @@ from jax import Array, lax
 from benchmarks import xla
 from benchmarks.paged_logits import HEAD_DIM, Problem, difference
 from benchmarks.paged_logits import inputs as fp8_inputs
-from benchmarks.timing import device_times, kernel_times, require_card
+from benchmarks.timing import device_times, kernel_times, require_card, require_match
 from dsa_jax import quant
 from dsa_jax.pallas import paged_logits_fp4_mosaic as mosaic
 from dsa_jax.pallas import paged_logits_mosaic as fp8
@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of every schedule")
     parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     options = parser.parse_args()
+    require_match(options.only, (problem.name for problem in TIMED))
     require_card("fp4_check")
     start = time.perf_counter()
     timed = [problem for problem in TIMED if options.only in problem.name]

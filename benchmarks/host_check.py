@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.timing import require_match
 from dsa_jax import loops
 from dsa_jax.cache import Cache
 from dsa_jax.draft import advance, rewind
@@ -229,7 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})  # of this thread alone
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, run in rows(options).items():
+    choice = rows(options)
+    require_match(options.only, choice)
+    for name, run in choice.items():
         for _ in range(options.repeat if options.only in name else 0):
             row = run()
             found.setdefault(name, []).append(row)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks import xla
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
-from benchmarks.timing import copy_rate, kernel_times, require_card
+from benchmarks.timing import copy_rate, kernel_times, require_card, require_match
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas import paged_logits_triton as triton
@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     parser.add_argument("--triton", action="store_true", help="time the kernel for all cards as well")
     options = parser.parse_args()
+    require_match(options.only, (p.name for p, _ in SWEEP))
     start = time.perf_counter()
     timed = [(p, c if options.sweep else [default_for(p)]) for p, c in SWEEP if options.only in p.name]
     peers = (

@@ -32,7 +32,7 @@ from flax import nnx
 from jax import Array
 
 from benchmarks.paged_logits import difference
-from benchmarks.timing import Launch, launches
+from benchmarks.timing import Launch, launches, require_match
 from dsa_jax.cache import Cache
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
@@ -427,6 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"step of {sizes.layers} layers": wide,
         "step of docs-8m": shipped,
     }
+    require_match(options.only, parts)
     found: Row = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__}
     found |= {"requests": options.requests, "context": options.context}
     failed = False

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import launches, require_card
+from benchmarks.timing import launches, require_card, require_match
 from dsa_jax import Cache, CacheLayout, ops, quant
 from dsa_jax.compat import target_device
 from dsa_jax.config import preset
@@ -309,6 +309,7 @@ def main() -> None:
                         options.json.write_text(json.dumps(results, indent=1) + "\n")
             pool.shutdown(wait=False, cancel_futures=True)
         return
+    require_match(options.only, (variant for name in names for variant in SHAPES[name].variants))
     # A kernel that hangs would take the rest of the run with it, so the first shape has a process of its own; a hanging
     # one rules out its kind.
     only = options.only

@@ -7,7 +7,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,17 @@ def require_card(suite: str) -> None:
     """
     if jax.default_backend() != "gpu":
         raise SystemExit(f"{suite} times kernels: it needs a CUDA GPU, and JAX found {jax.devices()[0]}")
+
+
+def require_match(only: str, names: Iterable[str]) -> None:
+    """Leave with a word where ``--only`` chooses nothing to measure.
+
+    Raises:
+        SystemExit: none of the names contains ``only``.
+    """
+    names = list(dict.fromkeys(names))
+    if not any(only in name for name in names):
+        raise SystemExit(f"--only {only!r} is in none of: " + ", ".join(names))
 
 
 def device_times(

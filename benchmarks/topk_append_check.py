@@ -372,6 +372,10 @@ def main() -> None:
         if options.only in "gather" or options.only.startswith("gather"):
             run_gather(report, options.only, late, options.xla)
         run_topk(report, compiled, late, options.every, options.xla)
+    if not results:
+        raise SystemExit(
+            f"--only {options.only!r} chose nothing, or --seconds {options.seconds} was too little"
+        )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{time.perf_counter() - begin:.0f} s")

@@ -91,6 +91,8 @@ def test_rows_that_are_asked_for(only, wanted, monkeypatch, tmp_path, capsys):
     found = json.loads(report.read_text())["rows"]
     assert {name: [row["median_us"] for row in each] for name, each in found.items()} == wanted
     assert capsys.readouterr().out.count("bound 300 us") == sum(map(len, wanted.values()))
+    with pytest.raises(SystemExit, match="--only 'queued 2' is in none of: queued, awaited, queued anew"):
+        host_check.main(["--only", "queued 2"])
 
 
 @pytest.mark.full

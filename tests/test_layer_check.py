@@ -47,6 +47,8 @@ def test_parts_that_are_asked_for(monkeypatch, tmp_path):
     found = json.loads(report.read_text())
     assert found["attention of a layer"] == {"ran": True}
     assert not any(name.startswith("step of") for name in found)
+    with pytest.raises(SystemExit, match="--only 'append' is in none of: attention of a layer, step of 3"):
+        layer_check.main(["--tiny", "--only", "append"])
 
 
 @pytest.mark.full

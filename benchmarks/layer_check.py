@@ -42,7 +42,8 @@ from dsa_jax.models.decoder import Decoder
 from dsa_jax.models.mla import MLA
 from dsa_jax.models.norm import RMSNorm
 from dsa_jax.models.rope import rotation
-from dsa_jax.models.step import _layer, make_step, take_apart
+from dsa_jax.models.step import _layer, make_step
+from dsa_jax.models.weights import take_apart
 from dsa_jax.ops.dispatch import Choice
 from dsa_jax.presets import PRESETS
 

@@ -101,7 +101,7 @@ class Loops:
         return written
 
     def step_loop(self, steps: int | None = None, *, apart: bool = False):
-        """One program a token; nothing is read back in between. The host pays for every array: see `take_apart`."""
+        """One program a token; nothing is read back in between. The host pays for every array: see `weights.take_apart`."""
         cache, batch, written = self.caches[0], self.batch, None
         single, params = (self.single_apart, self.params) if apart else (self.single, self.params_stacked)
         for _ in range(steps or self.tokens):

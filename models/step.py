@@ -1,8 +1,7 @@
 """The paged step: new tokens of a ragged batch through the model, every key read back from the cache.
 
 One function serves prefill, chunked prefill, decoding and mixtures; the metadata's bucket tells them apart. The cache is a
-value: passed in, handed back, donated by the caller's outermost ``jit``. The module tree is taken apart once, outside of the
-loop, so that a step costs no walk over modules.
+value: passed in, handed back, donated by the caller's outermost ``jit``.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax import Array, lax
+from jax import Array
 
 from dsa_jax import ops
 from dsa_jax.arguments import FLOATS, described, expect, is_whole, misfit
 from dsa_jax.cache import Cache
-from dsa_jax.compat import target_device
-from dsa_jax.config import DSAConfig
 from dsa_jax.metadata import Step, StepMetadata
 from dsa_jax.models.config import ModelConfig
 from dsa_jax.models.decoder import Decoder
@@ -27,11 +22,9 @@ from dsa_jax.models.indexer import Indexer
 from dsa_jax.models.layer import DecoderLayer
 from dsa_jax.models.mla import MLA
 from dsa_jax.models.rope import Rotation, rotation
+from dsa_jax.models.weights import Parameters, take_apart
 from dsa_jax.ops.dispatch import Choice
 
-Parameters = list[Array]
-MOST_STACKED = 1 << 17
-"""Most elements of a weight that travels in a stack with others: no matrix of a released model is as small."""
 StepFunction = Callable[[Parameters, Cache, StepMetadata, Array], tuple[Cache, Array]]
 
 
@@ -48,7 +41,7 @@ def make_step(
         model: the weights; activations have the dtype of its embedding.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
-        stacked: see `take_apart`.
+        stacked: see `weights.take_apart`.
 
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits)`` and ``params``. Jit the step with the cache donated:
@@ -71,78 +64,6 @@ def make_step(
     return step, params
 
 
-def take_apart(
-    module: Any, dsa: DSAConfig, *, stacked: bool | None = None
-) -> tuple[Parameters, Callable[[Parameters], Any]]:
-    """Weights of a model, or of a part of one, and the function that makes it of such weights.
-
-    `kv_b_proj` goes as two arrays, the rows that make keys and the rows that make values. The absorbed step uses them apart:
-    of one array XLA copies both parts in every layer and step, while it sees through their being joined and cut again.
-
-    Every array that a program is called with costs its host a microsecond, however small it is. On a GPU XLA reads a matrix
-    from within a stack of them, unless a library multiplies it as it does large ones, or the step is the body of a loop. On
-    a CPU it copies it first.
-
-    Args:
-        module: the weights; they are not copied, but for those that are cut or stacked.
-        dsa: its configuration.
-        stacked: let weights of one shape and dtype, of at most `MOST_STACKED` elements each, travel as one array. None does
-            so where the target is a GPU.
-
-    Raises:
-        ValueError: ``stacked`` is another value. The function that comes back raises it for weights of another number, shape
-            or kind.
-    """
-    if stacked is not None and not isinstance(stacked, bool):
-        raise ValueError(
-            f"take_apart: stacked is {described(stacked)}, wanted True, False or None. Leave it out: the target decides."
-        )
-    graph, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten_with_path(state)
-    pieces, shapes = [], []
-    for path, leaf in leaves:
-        cut = "kv_b_proj" in jax.tree_util.keystr(path)
-        shapes.append(leaf.shape if cut else None)
-        heads = leaf.reshape(dsa.num_heads, -1, leaf.shape[-1]) if cut else leaf
-        pieces += [heads[:, : dsa.qk_nope_head_dim], heads[:, dsa.qk_nope_head_dim :]] if cut else [leaf]
-    on_gpu = target_device().platform == "gpu"
-    params, unstack = _stack(pieces, MOST_STACKED if (on_gpu if stacked is None else stacked) else 0)
-    own = [(weight.shape, weight.dtype) for weight in params]
-
-    def rebuild(params: Parameters) -> Any:
-        _check_weights(params, own)
-        given = iter(unstack(params))
-        whole = [
-            jnp.concatenate([next(given), next(given)], axis=1).reshape(shape) if shape else next(given)
-            for shape in shapes
-        ]
-        return nnx.merge(graph, jax.tree.unflatten(tree, whole))
-
-    return params, rebuild
-
-
-def _stack(pieces: list[Array], most: int) -> tuple[Parameters, Callable[[Parameters], list[Array]]]:
-    """Arrays of one shape and dtype as one array, unless they have more than so many elements; and the way back."""
-    groups: dict[Any, list[int]] = {}
-    for place, piece in enumerate(pieces):
-        alone = piece.size > most
-        groups.setdefault(place if alone else (piece.shape, piece.dtype), []).append(place)
-    members = list(groups.values())
-    params = [
-        jnp.stack([pieces[place] for place in places]) if len(places) > 1 else pieces[places[0]]
-        for places in members
-    ]
-
-    def unstack(params: Parameters) -> list[Array]:
-        found: dict[int, Array] = {}
-        for places, array in zip(members, params, strict=True):
-            for number, place in enumerate(places):
-                found[place] = array if len(places) == 1 else lax.index_in_dim(array, number, keepdims=False)
-        return [found[place] for place in range(len(pieces))]
-
-    return params, unstack
-
-
 def make_speculative(
     model: Decoder,
     *,
@@ -156,8 +77,8 @@ def make_speculative(
         model: the weights.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
-        stacked: see `take_apart`. A program of many steps is called once for all of them, so the number of its arguments
-            hardly counts; but in the body of a loop XLA copies each weight out of its stack again, in every turn.
+        stacked: see `weights.take_apart`. A program of many steps is called once for all of them, so the number of its
+            arguments hardly counts; but in the body of a loop XLA copies each weight out of its stack again, in every turn.
 
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model,
@@ -425,24 +346,3 @@ def _derived(metadata: StepMetadata) -> Step:
     fix = "Pass what StepMetadata.create returned, not the step derived from it."
     expect("paged step", "metadata", metadata, StepMetadata, fix)
     return metadata.derive()
-
-
-def _check_weights(params: Any, own: list[tuple[tuple[int, ...], Any]]) -> None:
-    """Raise ValueError for weights that cannot be the ones that were taken apart; floats may be of another width."""
-    count = len(own)
-    fix = (
-        "Pass the params that came with this function, in their order; those of another model, or with another choice of "
-        "`stacked`, are not the same."
-    )
-    if not isinstance(params, list | tuple) or len(params) != count:
-        came = f"{len(params)} arrays" if isinstance(params, list | tuple) else described(params)
-        raise ValueError(f"paged step: params is {came}, wanted a list of {count}. {fix}")
-    is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
-    problems = [
-        f"params[{place}] is {described(weight)}, wanted {dtype}{list(shape)}"
-        for place, (weight, (shape, dtype)) in enumerate(zip(params, own, strict=True))
-        if getattr(weight, "shape", None) != shape or is_float(weight.dtype) != is_float(dtype)
-    ]
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"paged step: {'; '.join(problems[:3])}{more}. {fix}")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from dsa_jax import ops
 from dsa_jax.cache import Cache
-from dsa_jax.compat import Device
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
-from dsa_jax.models import step as step_module
 from dsa_jax.models.batch import forward_batch
-from dsa_jax.models.step import _stack, decode_tokens, make_step, predict_tokens, take_apart
+from dsa_jax.models.step import decode_tokens, make_step, predict_tokens
 from paged_driver import Driver
 from random_models import QUICK_COMPILE, random_model, random_tokens
 
@@ -180,31 +176,6 @@ def test_topk_is_an_argument():
     dense = batch(model, jnp.asarray(tokens[None]))
     np.testing.assert_allclose(logits, dense, atol=1e-4)
     assert np.abs(dense - wanted_of("tiny")[0]).max() > 0.1
-
-
-def test_weights_travel_in_stacks():
-    """By hand: of one shape and dtype and no more than six elements; all come back in their places as they were."""
-    one, two = jnp.arange(6.0).reshape(2, 3), jnp.arange(6.0, 12.0).reshape(2, 3)
-    pieces = [one, one.astype(jnp.bfloat16), jnp.zeros(7), two, one.T, jnp.ones(7), two + 1]
-    params, unstack = _stack(pieces, most=6)
-    assert [p.shape for p in params] == [(3, 2, 3), (2, 3), (7,), (3, 2), (7,)]
-    assert params[0].tolist() == [one.tolist(), two.tolist(), (two + 1).tolist()]
-    assert params[1].dtype == jnp.bfloat16
-    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), unstack(params), pieces)
-    assert [p is q for p, q in zip(_stack(pieces, most=0)[0], pieces, strict=True)] == [True] * 7
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_a_gpu_gets_stacks(platform, monkeypatch):
-    """A model taken apart and put together again has its weights; on a GPU they come as fewer arrays, or where wanted."""
-    model = model_of("tiny-glm")
-    count = len(take_apart(model, model.config.dsa, stacked=False)[0])
-    monkeypatch.setattr(step_module, "target_device", lambda: Device(platform, "a device", None, 0))
-    for stacked, fewer in ((None, platform == "gpu"), (True, True), (False, False)):
-        params, rebuild = take_apart(model, model.config.dsa, stacked=stacked)
-        assert (len(params) < count / 2) == fewer
-        again = jax.jit(lambda params: nnx.state(rebuild(params)))(params)  # noqa: B023
-        jax.tree.map(partial(np.testing.assert_array_equal, strict=True), again, nnx.state(model))
 
 
 def test_prediction_layer_on_its_own_cache():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,6 +195,20 @@ def test_errors():
         PagePoolState.create(3, 0)
     assert state.pages("a") == (0, 1)
     assert state.pages("nobody") == ()
+
+
+@pytest.mark.parametrize("name", [[1], ("a", [1]), np.arange(2)])
+def test_names_without_a_hash_are_refused(name):
+    state = PagePoolState.create(4, 4)
+    for words, call in {
+        "grow: request is": lambda: grow(state, name, 4),
+        "fork: source is": lambda: fork(state, name, "new", 4),
+        "fork: request is": lambda: fork(state, "old", name, 4),
+        "shrink: request is": lambda: shrink(state, name, 0),
+        "free: request is": lambda: free(state, name),
+    }.items():
+        with pytest.raises(ValueError, match=f"{words} .*, which has no hash. Name a request by a number"):
+            call()
 
 
 def test_planted_leak_is_seen(monkeypatch):

@@ -97,7 +97,7 @@ def grow(state: PagePoolState, request: Hashable, tokens: int) -> tuple[PagePool
         ValueError: for a negative length.
         OutOfPages: when the pool has too few free slots; the state that was passed in is still good.
     """
-    _check_state("grow", state)
+    _check("grow", state, request=request)
     if not is_whole(tokens) or tokens < 0:
         raise ValueError(
             f"grow: tokens is {described(tokens)}; wanted at least 0, a whole number. Pass the whole length of the sequence."
@@ -138,7 +138,7 @@ def fork(
     Raises:
         ValueError: if the request exists already, the source has no such pages, or ``tokens`` cuts a page.
     """
-    _check_state("fork", state)
+    _check("fork", state, source=source, request=request)
     if not is_whole(tokens):
         raise ValueError(
             f"fork: tokens is {described(tokens)}; wanted a whole number. Pass the tokens to share."
@@ -172,7 +172,7 @@ def shrink(state: PagePoolState, request: Hashable, tokens: int) -> tuple[PagePo
     Raises:
         ValueError: for an unknown request, a negative length, or one that the request does not hold.
     """
-    _check_state("shrink", state)
+    _check("shrink", state, request=request)
     if not is_whole(tokens):
         raise ValueError(
             f"shrink: tokens is {described(tokens)}; wanted a whole number. Pass the tokens to keep."
@@ -203,7 +203,7 @@ def free(state: PagePoolState, request: Hashable) -> tuple[PagePoolState, tuple[
     Raises:
         ValueError: for an unknown request.
     """
-    _check_state("free", state)
+    _check("free", state, request=request)
     if request not in state.owned:
         raise ValueError(
             f"free: request {request!r} holds no pages; live requests: {sorted(map(str, state.owned))}. "
@@ -213,10 +213,19 @@ def free(state: PagePoolState, request: Hashable) -> tuple[PagePoolState, tuple[
     return replace(state, owned=state.owned.remove(request)), released
 
 
-def _check_state(operation: str, state: PagePoolState) -> None:
+def _check(operation: str, state: PagePoolState, **names: Hashable) -> None:
+    """Raise ValueError for a state that is none and for names that nothing can be kept under."""
     expect(
         operation, "state", state, PagePoolState, "Pass what PagePoolState.create or the last call returned."
     )
+    for argument, name in names.items():
+        try:
+            hash(name)
+        except TypeError:
+            raise ValueError(
+                f"{operation}: {argument} is {described(name)}, which has no hash. Name a request by a number, a string or "
+                "a tuple of them."
+            ) from None
 
 
 def _release(state: PagePoolState, slots: Sequence[int]) -> tuple[PagePoolState, tuple[int, ...]]:

@@ -420,6 +420,25 @@ def test_stop_tokens_end_a_request_inside_a_turn():
     assert np.asarray(written.counts).tolist() == [len(t) for t in wanted]
 
 
+def test_stop_tokens_end_a_request_of_the_plain_loop():
+    """It stands where it ended, the stop token not yet in the cache; others go on."""
+    text = [expected(p, COUNT) for p in PROMPTS]
+    stop = text[0][4]
+    wanted = [t[: t.index(stop) + 1] if stop in t else t for t in text]
+    assert len(wanted[0]) < COUNT
+    (cache, _), meta, last, _, _ = prefilled("v2", 1)
+    batch = Batch(last=last, meta=meta, live=jnp.ones(3, bool))
+    loop = jax.jit(partial(decode_loop, target_step, None, count=COUNT))
+    _, after, written = loop(cache=cache, batch=batch, sampling=Sampling.create(stop=(stop,)))
+    assert [[t for t in row if t >= 0] for row in np.asarray(written.tokens).tolist()] == wanted
+    counts = [len(t) for t in wanted]
+    assert np.asarray(written.counts).tolist() == counts
+    assert np.asarray(after.live).tolist() == [stop not in t for t in wanted]
+    assert np.asarray(after.last).tolist() == [t[-1] for t in wanted]
+    held = [len(p) - 1 + count for p, count in zip(PROMPTS, counts, strict=True)]
+    assert np.asarray(after.meta.kv_lens).tolist() == held
+
+
 def test_a_snapshot_can_be_continued_twice():
     """Without donation the old value stays good: two branches from one point do not see each other."""
     (cache, _), meta, last, _, _ = prefilled("v2", 1)

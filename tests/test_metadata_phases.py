@@ -143,24 +143,34 @@ def test_score_budgets_change_nothing(rows):
     assert (np.asarray(whole) >= 0).sum() == sum(np.minimum(step.limits, 3))
 
 
-def test_cached_contexts_select_exactly_k():
-    """Row 30 at an eighth of its size: new [32, 29], cached [0, 448], k 256; gathered keys are arrays of their own."""
+@pytest.mark.parametrize("cached", [[0, 448], [32, 73]])
+def test_cached_contexts_select_exactly_k(cached):
+    """Row 30 at an eighth of its size: new [32, 29], k 256; gathered keys are arrays of their own.
+
+    With the shorter prefixes every row is dense.
+    """
     layout = cases.layout(page_size=64)
     new, k = [32, 29], 256
+    lens = [a + b for a, b in zip(cached, new, strict=True)]
     tables = [[3], [9, 0, 7, 5, 1, 12, 2, 8]]
     bucket = Bucket(context_requests=2, context_tokens=64, table_width=8, gathered_keys=512)
-    meta = StepMetadata.create(layout, bucket, tables, [32, 477], new)
+    meta = StepMetadata.create(layout, bucket, tables, lens, new)
     step = cases.derive(meta)
-    wanted = [tables[0][0] * 64 + p for p in range(32)] + [
-        tables[1][p // 64] * 64 + p % 64 for p in range(477)
+    wanted = [
+        table[p // 64] * 64 + p % 64
+        for table, length in zip(tables, lens, strict=True)
+        for p in range(length)
     ]
-    assert step.gather_rows.tolist() == wanted + [-1] * 3
+    assert step.gather_rows.tolist() == wanted + [-1] * (512 - sum(lens))
     rng = np.random.default_rng(0)
-    cache = cases.write_keys(cases.poisoned(layout), 0, wanted, rng.normal(size=(509, 8)).astype(np.float32))
+    cache = cases.write_keys(
+        cases.poisoned(layout), 0, wanted, rng.normal(size=(sum(lens), 8)).astype(np.float32)
+    )
     q, weights = rng.normal(size=(64, 2, 8)).astype(np.float32), rng.normal(size=(64, 2)).astype(np.float32)
     chosen = np.asarray(cases.select_tokens(q, weights, cache, 0, step, k))
     windows = np.asarray(step.key_ends - step.key_starts)
-    assert windows[:61].tolist() == [*range(1, 33), *range(449, 478)]
+    ends = [c + i + 1 for c, n in zip(cached, new, strict=True) for i in range(n)]
+    assert windows[:61].tolist() == ends
     assert (chosen >= 0).sum(axis=1).tolist() == np.minimum(windows, k).tolist()
     # The other road, over the gathered keys: the same sets.
     keys = cases.gather_index_k(cache, 0, step)

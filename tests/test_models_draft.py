@@ -182,6 +182,28 @@ def test_selection_of_the_last_accepted_token_is_passed_on():
     assert len(several - {0, 1}) > 0  # turns after which the newest token was not the first of its places
 
 
+def test_the_selection_of_a_context_serves_later_draft_steps():
+    """Row 37 from a prefill: its row at each newest token, given to two steps more, is what they attend to, bit for bit."""
+    step, draft, params = make_speculative(model_of(True))
+    (target, own), meta, *_ = prefilled("v2", True)
+    _, _, states = compiled(step)(params, target, meta, packed(prompts()))
+    table = jnp.asarray(DRAFT_TABLE)
+    following = packed([[*p[1:], 0] for p in prompts()])
+    run = compiled(draft)
+    context = draft_metadata(meta, own.layout, table)
+    cache, logits, made, rows = run(params, own, context, following, states, None)
+    ends = np.cumsum(LENGTHS) - 1
+    given, state = np.asarray(rows)[ends], made[ends]
+    assert [int((row >= 0).sum()) for row in given] == [min(8, n) for n in LENGTHS]
+    later = draft_metadata(decoding(meta, 1), own.layout, table)
+    for number in range(2):
+        later = replace(later, kv_lens=later.kv_lens + 1)
+        token = jnp.argmax(logits[ends] if number == 0 else logits, axis=-1).astype(jnp.int32)
+        cache, logits, state, used = run(params, cache, later, token, state, jnp.asarray(given))
+        np.testing.assert_array_equal(used, given)
+    assert np.isfinite(np.asarray(logits)).all()
+
+
 def test_given_rows_replace_the_selection_and_keys_are_written_all_the_same():
     """A draft without use of its indexer: other rows give other logits, the same pools; its own rows give its own logits."""
     _, draft, params = make_speculative(model_of(True))

@@ -188,17 +188,24 @@ def test_prediction_layer_on_its_own_cache():
 
     def both(model, tokens, following, caches, metas):
         _, _, hidden = decode_tokens(model, tokens, caches[0], metas[0].derive())
-        return predict_tokens(model, following, hidden, caches[1], metas[1].derive())[1]
+        return hidden, *predict_tokens(model, following, hidden, caches[1], metas[1].derive())[1:3]
 
     metas = [StepMetadata.create(layout, bucket, [[4, 1, 3, 0, 2]], [n], [n]) for layout in (main, draft)]
     caches = [Cache.create(layout, 5) for layout in (main, draft)]
     following = np.append(tokens[1:], 0)
     run = jax.jit(both, compiler_options=QUICK_COMPILE)
-    got = run(model, jnp.asarray(tokens), jnp.asarray(following), caches, metas)
+    hidden, got, state = run(model, jnp.asarray(tokens), jnp.asarray(following), caches, metas)
     batch = jax.jit(lambda m, t: forward_batch(m, t).mtp_logits, compiler_options=QUICK_COMPILE)
     wanted = batch(model, jnp.asarray(tokens[None]))
     assert wanted is not None
     np.testing.assert_allclose(got[:-1], wanted[0, :-1], atol=1e-4)
+    # What a later step starts from is each model's state after its own final norm, which the head reads as well.
+    head = np.asarray(model.lm_head.weight[...])
+    np.testing.assert_allclose(state @ head.T, got, atol=1e-4)
+    own, main_norm = model.prediction_layers[0].shared_head.norm, model.model.norm
+    for value, norm in ((state, own), (hidden, main_norm)):
+        squares = np.mean(np.square(np.asarray(value) / np.asarray(norm.weight[...])), axis=-1)
+        np.testing.assert_allclose(squares, 1, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,8 @@ def test_errors_name_the_fix():
         ValueError, match=r"draft_page_table is int32\[2, 3\], wanted int32\[3, W_draft\].*one table row"
     ):
         draft.draft_metadata(target_meta(), draft_layout(), table)
+    with pytest.raises(ValueError, match="target is 'metadata', wanted a StepMetadata"):
+        draft.draft_metadata("metadata", draft_layout(), table)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"new_lens is float32\[3\].*next_n is 0"):
         draft.draft_metadata(
             target_meta(), draft_layout(), jnp.zeros((3, 3), jnp.int32), jnp.ones(3, jnp.float32), next_n=0

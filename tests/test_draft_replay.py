@@ -331,3 +331,51 @@ def test_every_test_that_the_docs_name_exists():
         )
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(re.search(r"`test_\w+\.test_\w+`|Test \||---", row) for row in rows), "a row without a test"
+
+
+ITEMS = {
+    "Swapped": (
+        "cache manager",
+        "key-cache block offsets on the device",
+        "the same on the host",
+        "block ids per sequence, twice",
+        "indexer block offsets, host and device",
+        "slot mappings of data, host and device",
+        "slot mappings of scales, host and device",
+        "block table of the selection",
+        "block tables expanded for several new tokens, host and device",
+        "full-context mappings",
+    ),
+    "Recomputed": (
+        "indexer tables",
+        "expanded table",
+        "slot mappings of the new tokens",
+        "full-context mapping",
+        "view of the pool",
+        "schedule of the attention kernel",
+    ),
+    "Restored": ("manager's fields", "pool view and schedules", "full-context mappings"),
+    "Left alone": (
+        "token-to-request map",
+        "sequence lengths and their sums",
+        "schedules of the indexer's scores",
+        "scratch of the top-k kernel",
+        "local layer number",
+    ),
+    "No replay at all": (
+        "no draft manager",
+        "metadata of another class",
+        "no block offsets",
+        "nothing was saved",
+    ),
+}
+"""What the replay of an engine that rebinds its metadata touches, or does not."""
+
+
+@pytest.mark.parametrize("heading", ITEMS)
+def test_every_item_of_a_replay_is_in_the_docs(heading):
+    """In the table under its heading, as the first words of a row."""
+    text = (ROOT / "docs" / "draft_replay.md").read_text()
+    table = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert [item for item in ITEMS[heading] if not any(item in row for row in rows)] == []

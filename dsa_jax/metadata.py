@@ -59,7 +59,8 @@ class StepMetadata:
             page_tables: for each request its raw slots. The first ``bucket.context_requests`` entries are contexts
                 (pass empty entries to leave places unused), the rest decode requests. An integer array ``[requests,
                 columns]`` with -1 behind a request's slots says the same and is quick to read: a host loop that keeps
-                one and writes into it when a page is added pays for no list.
+                one and writes into it when a page is added pays for no list. Slots beyond the bucket's ``table_width`` are
+                left out, as long as no length needs them.
             kv_lens: tokens of each request after the step.
             new_lens: tokens that the step adds to each.
             slots: the cache's ``slots``, so that a slot beyond its pools is refused here; a step would drop what is written

@@ -125,7 +125,7 @@ class MLA(nnx.Module):
 
     def output(self, values: Array) -> Array:
         """From attended values ``[..., h, v_head_dim]`` to ``[..., hidden]``."""
-        return self.o_proj(values.reshape(*values.shape[:-2], -1))
+        return self.o_proj(values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1]))
 
     def _up_projections(self, dtype) -> tuple[Array, Array]:
         """``kv_b_proj`` as ``[h, nope, latent]`` and ``[h, v, latent]``: its rows are ``[nope | v]`` head by head."""

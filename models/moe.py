@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DENSE_EXPERTS = 16
 """Up to so many experts all of them are evaluated for every token: two large products beat sorting tokens."""
+STEP_TOKENS = 256
+"""Up to so many tokens the sum over such experts is made of one result for each of them."""
 
 
 class MLP(nnx.Module):
@@ -52,7 +54,8 @@ def route(logits: Array, bias: Array, config: ModelConfig) -> tuple[Array, Array
     scores = jax.nn.sigmoid(logits)
     biased = scores + bias[None, :]
     if config.n_group > 1:
-        groups = biased.reshape(*biased.shape[:-1], config.n_group, -1)
+        size = biased.shape[-1] // config.n_group
+        groups = biased.reshape(*biased.shape[:-1], config.n_group, size)
         best = lax.top_k(groups, min(2, groups.shape[-1]))[0].sum(axis=-1)
         kept = jax.nn.one_hot(lax.top_k(best, config.topk_group)[1], config.n_group, dtype=jnp.bool_).any(
             axis=-2
@@ -126,11 +129,16 @@ class Experts(nnx.Module):
     def _all(self, x: Array, weights: Array, experts: Array) -> Array:
         """Every expert on every token; the weight of an expert that was not chosen is zero."""
         gate, up, down = (w[...].astype(x.dtype) for w in (self.gate_proj, self.up_proj, self.down_proj))
-        share = jnp.sum(jax.nn.one_hot(experts, gate.shape[0]) * weights[..., None], axis=-2)
+        chosen = jax.nn.one_hot(experts, gate.shape[0], dtype=jnp.float32)
+        share = jnp.sum(chosen * weights[..., None], axis=-2)[..., None]
         hidden = jax.nn.silu(contract("ni,ewi->new", x, gate, wide=True))
         hidden = hidden * contract("ni,ewi->new", x, up, wide=True)
-        hidden = (hidden * share[..., None]).astype(x.dtype)
-        # Summed afterwards: over experts and width at once XLA first copies the weights into that order, in every step.
+        # An expert that was not chosen may overflow, and infinity times its share of zero is NaN.
+        shared = hidden * share
+        hidden = jnp.where(jnp.isinf(hidden) & jnp.isnan(shared), 0, shared).astype(x.dtype)
+        if x.shape[0] > STEP_TOKENS:
+            return contract("new,eow->no", hidden, down, wide=True)
+        # Over experts and width at once XLA copies the weights into that order, in every step.
         return jnp.sum(contract("new,eow->eno", hidden, down, wide=True), axis=0)
 
     def _chosen(self, x: Array, weights: Array, experts: Array) -> Array:
@@ -139,7 +147,9 @@ class Experts(nnx.Module):
         flat = experts.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         sizes = jnp.sum(
-            flat[:, None] == jnp.arange(self.gate_proj.shape[0])[None, :], axis=0, dtype=jnp.int32
+            flat[:, None] == jnp.arange(self.gate_proj.shape[0], dtype=flat.dtype)[None, :],
+            axis=0,
+            dtype=jnp.int32,
         )
         rows = x[order // chosen]
 
@@ -155,7 +165,8 @@ class Experts(nnx.Module):
 
         hidden = jax.nn.silu(product(rows, self.gate_proj)) * product(rows, self.up_proj)
         result = product(hidden.astype(x.dtype), self.down_proj)
-        result = jnp.zeros_like(result).at[order].set(result, unique_indices=True).reshape(count, chosen, -1)
+        result = jnp.zeros_like(result).at[order].set(result, unique_indices=True)
+        result = result.reshape(count, chosen, x.shape[-1])
         return jnp.sum(result * weights[..., None], axis=1)
 
 
@@ -188,5 +199,6 @@ class MoE(nnx.Module):
         result = self.experts(tokens, weights, experts).reshape(x.shape)
         if self.shared_experts is not None:
             result = result + self.shared_experts(x).astype(jnp.float32)
-        chosen = experts.reshape(-1, 1) == jnp.arange(self.gate.weight.shape[0])[None, :]
+        numbers = jnp.arange(self.gate.weight.shape[0], dtype=experts.dtype)
+        chosen = experts.reshape(-1, 1) == numbers[None, :]
         return result.astype(x.dtype), jnp.mean(chosen.astype(jnp.float32), axis=0)

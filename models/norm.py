@@ -42,9 +42,11 @@ def contract_exactly(equation: str, x: Array, weight: Array) -> Array:
     Returns:
         float32, whatever the factors' dtypes.
     """
-    if not (x.dtype == weight.dtype and x.dtype.itemsize == 2):
-        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return contract(equation, x, weight, wide=True)
+    if x.dtype == weight.dtype and x.dtype.itemsize == 2:
+        # The precision is named, so that a setting of the caller's for all products does not round these.
+        precision = jax.lax.Precision.DEFAULT
+        return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return contract(equation, x.astype(jnp.float32), weight.astype(jnp.float32), wide=True)
 
 
 class Buffer(nnx.Variable):

@@ -77,8 +77,9 @@ def make_speculative(
         model: the weights.
         index_topk: tokens that a query attends to, instead of the configuration's.
         implementation: of every op, see ``dsa_jax.ops``.
-        stacked: see `weights.take_apart`. A program of many steps is called once for all of them, so the number of its
-            arguments hardly counts; but in the body of a loop XLA copies each weight out of its stack again, in every turn.
+        stacked: see `weights.take_apart`, but False unless said otherwise. A program of many steps is called once for all of
+            them, so the number of its arguments hardly counts; but in the body of a loop XLA copies each weight out of its
+            stack again, in every turn.
 
     Returns:
         ``step(params, cache, metadata, tokens) -> (cache, logits, hidden)`` of the main model,
@@ -277,7 +278,7 @@ def _select(
         tie_rule=layout.tie_rule,
         implementation=implementation,
     )
-    query: Any = data.reshape(tokens, heads, -1)
+    query: Any = data.reshape(tokens, heads, data.shape[-1])
     if scale is not None:
         scale = scale.reshape(tokens, heads)
         if layout.index_form == "fp4":  # block scales cannot leave the dot product

@@ -46,7 +46,8 @@ def take_apart(
     """
     if stacked is not None and not isinstance(stacked, bool):
         raise ValueError(
-            f"take_apart: stacked is {described(stacked)}, wanted True, False or None. Leave it out: the target decides."
+            f"take_apart: stacked is {described(stacked)}, wanted True, False or None (the target decides). Leave it out "
+            "for this function's default."
         )
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten_with_path(state)

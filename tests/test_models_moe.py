@@ -72,7 +72,7 @@ def test_the_gate_sums_in_float32(kept):
     np.testing.assert_allclose(weights, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("tokens", [1, 33, 300])
 def test_both_ways_to_evaluate_experts(tokens, monkeypatch):
     layer = random_model("tiny").model.layers[1].mlp
     assert isinstance(layer, moe.MoE)
@@ -82,6 +82,26 @@ def test_both_ways_to_evaluate_experts(tokens, monkeypatch):
     monkeypatch.setattr(moe, "DENSE_EXPERTS", 0)
     np.testing.assert_allclose(layer.experts(x, weights, experts), dense, atol=1e-5)
     assert float(jnp.abs(dense).max()) > 0.5
+
+
+@pytest.mark.parametrize("dense", [0, 16])
+def test_an_expert_that_was_not_chosen_may_overflow(dense, monkeypatch):
+    monkeypatch.setattr(moe, "DENSE_EXPERTS", dense)
+    layer = random_model("tiny").model.layers[1].mlp
+    assert isinstance(layer, moe.MoE)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 48)), jnp.float32)
+    experts, weights = jnp.full((5, 1), 3, jnp.int32), jnp.ones((5, 1), jnp.float32)
+    wanted = layer.experts(x, weights, experts)
+    for projection in (layer.experts.gate_proj, layer.experts.up_proj):
+        projection.set_value(projection[...].at[6].multiply(1e30))
+    np.testing.assert_array_equal(layer.experts(x, weights, experts), wanted)
+
+
+@pytest.mark.parametrize("dense", [0, 16])
+def test_no_tokens(dense, monkeypatch):
+    monkeypatch.setattr(moe, "DENSE_EXPERTS", dense)
+    layer = random_model("tiny").model.layers[1].mlp
+    assert layer(jnp.zeros((0, 48), jnp.float32)).shape == (0, 48)
 
 
 def test_layer_agrees_with_numpy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,38 @@ def test_prediction_layer_on_its_own_cache():
     for value, norm in ((state, own), (hidden, main_norm)):
         squares = np.mean(np.square(np.asarray(value) / np.asarray(norm.weight[...])), axis=-1)
         np.testing.assert_allclose(squares, 1, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-glm"])
+def test_a_step_without_tokens(name):
+    model = model_of(name)
+    layout = CacheLayout.create(model.config.dsa, page_size=8)
+    step, params = make_step(model)
+    meta = StepMetadata.create(layout, Bucket(table_width=2), [], [], [])
+    before = Cache.create(layout, 4)
+    cache, logits = step(params, before, meta, jnp.zeros(0, jnp.int32))
+    assert logits.shape == (0, model.config.vocab_size)
+    jax.tree.map(partial(np.testing.assert_array_equal, strict=True), cache, before)
+
+
+def test_wide_types_change_no_dtype():
+    """Whoever enables 64-bit types gets the same logits, under strict promotion, too."""
+    model, tokens = model_of("tiny"), sequences_of("tiny")[1]
+    layout = CacheLayout.create(model.config.dsa, page_size=8, index_form="f32", key_form="f32")
+    bucket = Bucket(context_requests=1, context_tokens=len(tokens), table_width=2)
+    step, params = make_step(model)
+
+    def logits_of():
+        n = len(tokens)
+        meta = StepMetadata.create(layout, bucket, [[1, 0]], [n], [n])
+        run = jax.jit(step, compiler_options=QUICK_COMPILE)
+        return run(params, Cache.create(layout, 2), meta, jnp.asarray(tokens, jnp.int32))[1]
+
+    wanted = logits_of()
+    with jax.enable_x64(True):
+        got = logits_of()
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

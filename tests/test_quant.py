@@ -152,11 +152,13 @@ def test_hadamard(width):
     np.testing.assert_allclose(quant.hadamard(jnp.asarray(rotated)), x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ambient", [None, "BF16_BF16_F32"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_hadamard_of_16_bits_rounds_once(dtype):
+def test_hadamard_of_16_bits_rounds_once(dtype, ambient):
     """The entries of the matrix are exact; scaled ones, rounded to the dtype, would change one result in twenty."""
     x = np.random.default_rng(3).normal(size=(50, 128)).astype(dtype)
-    got = np.asarray(jax.jit(quant.hadamard)(x))
+    with jax.default_matmul_precision(ambient):
+        got = np.asarray(jax.jit(quant.hadamard)(x))
     wanted = (x.astype(np.float64) @ numpy_model.hadamard(128)).astype(dtype)
     assert got.dtype == dtype
     assert np.mean(got != wanted) < 0.002
@@ -168,6 +170,15 @@ def test_errors():
         ValueError, match=r"hadamard: x has last dimension 6; wanted a power of two.*Pad the head dimension"
     ):
         quant.hadamard(jnp.zeros((2, 6)))
+    for wrong, words in (
+        ([1.0, 2.0], r"a list|\[1.0, 2.0\]"),
+        (jnp.float32(1), r"float32\[\]"),
+        (jnp.ones((2, 4), jnp.int32), r"int32\[2, 4\]"),
+        (jnp.ones((2, 4), bool), r"bool\[2, 4\]"),
+        (jnp.ones((2, 4), jnp.complex64), r"complex64\[2, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=f"hadamard: x is ({words}); wanted floats"):
+            quant.hadamard(wrong)
     with pytest.raises(ValueError, match=r"scale_rule is 'e8m0'; wanted 'ue8m0'.*'fp32'"):
         quant.quantize_fp8(jnp.zeros((1, 4)), "e8m0")  # pyright: ignore[reportArgumentType]
 

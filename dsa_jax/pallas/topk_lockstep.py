@@ -1,7 +1,8 @@
 """A machine for `topk_cluster` in NumPy: all threads of all clusters in lockstep, so that a program runs without a card.
 
 Every number is a uint32`[blocks, threads]`, over the blocks of all clusters. A branch runs for all threads and takes effect
-in those that it is for; a loop runs until the last thread leaves it. What lockstep cannot show is a missing barrier.
+in those that it is for; a loop runs until the last thread leaves it. A missing barrier changes no result of lockstep, so
+accesses to shared memory are logged (topk_races.py), and a program in which two of them race is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsa_jax.pallas import topk_machine
+from dsa_jax.pallas import topk_machine, topk_races
 
 _OPERATORS = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "&": operator.and_,
@@ -110,6 +111,10 @@ class LockstepMachine:
         self.rank, self.program = Number(block % np.uint32(cluster)), Number(block // np.uint32(cluster))
         self._arrays, self._mask = arrays, np.ones(self._shape, bool)
         self._shared = {name: np.full((len(block), size), _POISON, np.uint32) for name, size in sizes.items()}
+        self._number = (block * np.uint32(threads) + thread).astype(np.int64)
+        self._log = topk_races.SharedMemoryLog(
+            threads=threads, cluster=cluster, blocks=len(block), sizes=sizes
+        )
 
     def active(self, where: Flag | None = None) -> np.ndarray:
         """Threads that a side effect is for."""
@@ -173,10 +178,17 @@ class LockstepMachine:
         self._mask = mask
 
     def barrier(self, threads: int) -> None:
-        """Nothing: lockstep."""
+        """Nothing but an entry in the log: lockstep."""
+        self._log.barrier(self._mask, threads)
 
     def cluster_barrier(self, several: Flag) -> None:
-        """Nothing: lockstep."""
+        """The same: of all blocks of a cluster where there are several, else of a block."""
+        self._log.cluster_barrier(self._mask & several.value)
+        self._log.barrier(self._mask & ~several.value, self._shape[1])
+
+    def races(self) -> list[str]:
+        """What races in the program that has run to its end, in words."""
+        return self._log.finish()
 
     def _by_warp(self, x: np.ndarray) -> np.ndarray:
         return np.broadcast_to(x, self._shape).reshape(self._shape[0], -1, 32)
@@ -247,20 +259,29 @@ class LockstepMachine:
     def _read(
         self, array: str, block: np.ndarray, index: Any, count: int, where: Flag | None
     ) -> list[Number]:
-        active, numbers = self.active(where), []
+        numbers = []
         for i in range(count):
+            active, place = self._access(topk_races.READ, array, block, index, i, where)
             value = np.zeros(self._shape, np.uint32)
-            value[active] = self._shared[array][block[active], self._full(index + i)[active]]
+            value[active] = self._shared[array][place]
             numbers.append(Number(value))
         return numbers
+
+    def _access(
+        self, kind: int, array: str, block: np.ndarray, index: Any, offset: int, where: Flag | None
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Log an access to one word a thread; the threads, and the words' places in the array."""
+        active = self.active(where)
+        place = block[active], self._full(index + offset)[active]
+        self._log.access(kind, array, *place, self._number[active])
+        return active, place
 
     def write(
         self, array: str, index: Number | int, values: Sequence[Number | int], where: Flag | None = None
     ) -> None:
         """Write consecutive words of shared memory."""
-        active = self.active(where)
         for i, value in enumerate(values):
-            place = self._block[active], self._full(index + i)[active]
+            active, place = self._access(topk_races.WRITE, array, self._block, index, i, where)
             self._shared[array][place] = self._full(value)[active]
 
     def clear(self, array: str, index: Number, count: int, stride: int) -> None:
@@ -270,16 +291,15 @@ class LockstepMachine:
 
     def write_at(self, array: str, index: Number | int, rank: Number, value: Number, where: Flag) -> None:
         """Write one word of another block's."""
-        active = self.active(where)
-        place = self._block_of(rank)[active], self._full(index)[active]
+        block = self._block_of(rank)
+        active, place = self._access(topk_races.WRITE, array, block, index, 0, where)
         self._shared[array][place] = self._full(value)[active]
 
     def increase(
         self, array: str, index: Number | int, by: Number | int, where: Flag | None = None, offset: int = 0
     ) -> None:
         """Add to a word at `index + offset` of shared memory, which other threads may do at the same time."""
-        active = self.active(where)
-        place = self._block[active], self._full(index + offset)[active]
+        active, place = self._access(topk_races.ADD, array, self._block, index, offset, where)
         np.add.at(self._shared[array], place, self._full(by)[active])
 
 
@@ -291,14 +311,21 @@ def run(
     k: int,
     **machine: Any,
 ) -> Array:
-    """Result of all programs, int32`[programs, k]`, from a callback; `machine` are arguments of `LockstepMachine`."""
+    """Result of all programs, int32`[programs, k]`, from a callback; `machine` are arguments of `LockstepMachine`.
+
+    Raises:
+        RuntimeError: when the callback runs, if threads race for a word of shared memory.
+    """
     names = list(arrays)
 
     def call(*values: Any) -> np.ndarray:
         flat = {name: np.asarray(value).reshape(-1) for name, value in zip(names, values, strict=True)}
         flat["result"] = np.full(programs * k, UNWRITTEN, np.int32)
+        lockstep = LockstepMachine(arrays=flat, programs=programs, **machine)
         with np.errstate(all="ignore"):
-            build(LockstepMachine(arrays=flat, programs=programs, **machine))
+            build(lockstep)
+        if races := lockstep.races():
+            raise RuntimeError("topk (Mosaic), in lockstep: threads race. " + "; ".join(races))
         return flat["result"].reshape(programs, k)
 
     shape = jax.ShapeDtypeStruct((programs, k), jnp.int32)

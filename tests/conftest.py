@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -71,12 +73,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def clean_mosaic_interpreter():
-    """Clear the Mosaic GPU interpreter's global state after each test: a kernel that raised leaves it behind."""
-    yield
+def clean_mosaic_interpreter(request: pytest.FixtureRequest):
+    """After each test no interpreted Mosaic kernel has shown a race, unless one is `planted`; clear the interpreter.
+
+    A kernel that raised leaves its state behind.
+    """
+    # It is imported with the first kernel, which is too late to watch it from the start.
+    if hasattr(request.module, "plgpu"):
+        importlib.import_module(INTERPRETER)
+    interpreter, earlier = sys.modules.get(INTERPRETER), []
+    with pytest.MonkeyPatch.context() as patch:
+        if interpreter is not None:
+            new_state = interpreter.GPURaceDetectionState
+
+            # Each kernel's state takes the place of the one before, which is asked first.
+            def next_state(**options):
+                earlier.append(races_of(interpreter))
+                return new_state(**options)
+
+            patch.setattr(interpreter, "GPURaceDetectionState", next_state)
+        yield
     interpreter = sys.modules.get(INTERPRETER)
-    if interpreter is not None:
-        interpreter.reset_gpu_interpret_mode_state()
+    if interpreter is None:
+        return
+    found = any((*earlier, races_of(interpreter)))
+    interpreter.reset_gpu_interpret_mode_state()
+    if not request.node.get_closest_marker("planted"):
+        assert not found, "the Mosaic GPU interpreter found a race; its output says where"
+
+
+def races_of(interpreter: types.ModuleType) -> bool:
+    """Whether the kernel that ran last showed a race; False if none has run."""
+    return interpreter._races is not None and interpreter._races.races_found
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """The log of `topk_lockstep`: which accesses to shared memory no barrier orders.
 
 In lockstep all threads finish a step before any begins the next, so a missing barrier changes no result; here it shows.
-Two accesses to a word conflict if two threads make them, no barrier lies between, and one of them writes, unless both add.
+Two accesses to a word conflict if two threads make them, no barrier lies between, and one of them writes, unless both add;
+that both write the same value is no excuse, for the program never does.
 Threads of a warp count as any others: what the program does with warps (ballots, shuffles, sums) orders no memory.
 
 Within a block every barrier orders. A word of another block is ordered by barriers of the cluster alone, and exists from
@@ -23,7 +24,7 @@ class SharedMemoryLog:
 
     For each kind of access and word it keeps when the last one was, as the number of barriers before it anywhere, and whose,
     or that there were several since the barrier before. Accesses from other blocks are kept apart: another barrier orders
-    them.
+    them, so two accesses from one other block count as ordered by a barrier of the cluster only.
 
     Args:
         threads: threads of a block.
@@ -46,7 +47,7 @@ class SharedMemoryLog:
 
     def barrier(self, active: np.ndarray, threads: int) -> None:
         """A barrier of the first `threads` threads of some blocks; `active`, bool`[blocks, threads]`, are at it."""
-        blocks = active.any(axis=1)
+        blocks = _rows_with_any(active)
         if (active != blocks[:, None] & (np.arange(self._threads) < threads)).any():
             self._add(("barrier",), f"other threads than the first {threads} of a block are at its barrier")
         self._now += 1
@@ -55,7 +56,7 @@ class SharedMemoryLog:
     def cluster_barrier(self, active: np.ndarray) -> None:
         """A barrier of all threads of all blocks that have not ended; `active` as in `barrier`."""
         self.barrier(active, self._threads)
-        blocks = active.any(axis=1)
+        blocks = _rows_with_any(active)
         clusters = self._cluster_any(blocks)
         self._parties |= blocks & ~self._cluster_any(self._parties)
         if (blocks != self._parties)[clusters].any():
@@ -64,7 +65,7 @@ class SharedMemoryLog:
 
     def _cluster_any(self, blocks: np.ndarray) -> np.ndarray:
         """Whether a flag is set for any block of the same cluster."""
-        return np.repeat(blocks.reshape(-1, self._cluster).any(axis=1), self._cluster)
+        return np.repeat(_rows_with_any(blocks.reshape(-1, self._cluster)), self._cluster)
 
     def access(self, kind: int, array: str, block: np.ndarray, index: np.ndarray, thread: np.ndarray) -> None:
         """Log what some threads do at the same time.
@@ -127,3 +128,7 @@ class SharedMemoryLog:
 
     def _add(self, key: tuple, text: str) -> None:
         self._found.setdefault(key, text)
+
+
+def _rows_with_any(flags: np.ndarray) -> np.ndarray:
+    return np.asarray(flags.any(axis=1))

@@ -267,6 +267,7 @@ def test_garbage_beyond_the_length_is_no_exception(monkeypatch):
     assert not again
 
 
+@pytest.mark.planted
 def test_the_race_detector_sees_a_missing_barrier(monkeypatch):
     """Planted: without the barrier after an exception, the next copy may overwrite what is still being read."""
     monkeypatch.setattr(paged_logits_fp4_kernel.plgpu, "commit_smem", lambda: None)

@@ -232,6 +232,7 @@ def test_mosaic_reads_the_656_byte_form():
     assert not races_found()
 
 
+@pytest.mark.planted
 def test_a_planted_race_is_seen(monkeypatch):
     """Keys that are announced before they are written."""
     honest = sparse_mla_mosaic.INTERPRETER

@@ -209,6 +209,7 @@ def test_float8_queries_are_the_same_bytes(kernel):
     check(run((q.view(jnp.float8_e4m3fn), *rest), kernel=kernel), expected)
 
 
+@pytest.mark.planted
 def test_the_race_detector_sees_a_missing_fence(monkeypatch):
     """Planted: without the fence, the copy engine may overwrite weights that are still being read."""
     monkeypatch.setattr(paged_logits_kernel.plgpu, "commit_smem", lambda: None)

@@ -87,9 +87,9 @@ def clean_mosaic_interpreter(request: pytest.FixtureRequest):
             new_state = interpreter.GPURaceDetectionState
 
             # Each kernel's state takes the place of the one before, which is asked first.
-            def next_state(**options):
+            def next_state(*arguments, **options):
                 earlier.append(races_of(interpreter))
-                return new_state(**options)
+                return new_state(*arguments, **options)
 
             patch.setattr(interpreter, "GPURaceDetectionState", next_state)
         yield

@@ -44,9 +44,28 @@ def test_scores_of_fp4_keys(name, heads, next_n, page_size, far):
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize(
+    ("implementation", "form"), [("mosaic", "fp8"), ("triton", "fp8"), ("triton", "fp4")]
+)
+def test_scores_of_contexts(implementation, form, manager, page_size, heads):
+    test_gpu.test_context_logits(manager, page_size, heads, implementation, form)
+
+
+@pytest.mark.parametrize(("kernel", "heads"), list(itertools.product(test_gpu.WINDOWS, [16, 32, 64, 128])))
+@pytest.mark.parametrize("rows", [1, 3, 130, 515])
+@pytest.mark.parametrize("keys", [5, 64, 700, 1999, 4096])
+def test_scores_of_windows(kernel, rows, keys, heads):
+    if kernel == "mosaic" and heads not in (32, 64):
+        pytest.skip("wgmma scores 32 or 64 heads")
+    test_gpu.test_window_logits(kernel, rows, keys, heads)
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_scores_of_contexts(implementation, manager, page_size, heads):
-    test_gpu.test_context_logits(manager, page_size, heads, implementation)
+@pytest.mark.parametrize("k", [1, 8, 64, 500, 2048])
+@pytest.mark.parametrize("columns", [1, 7, 700, 2049, 8192, 32768, 131072])
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+def test_top_k(implementation, rows, columns, k):
+    test_gpu.test_topk(rows, columns, k, implementation)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 256])

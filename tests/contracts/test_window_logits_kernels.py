@@ -94,9 +94,9 @@ def run(arguments, *, blocks=3, dtype=jnp.float32, **config):
     return np.asarray(jax.jit(call)(*map(jnp.asarray, arguments)))
 
 
-def run_triton(arguments, dtype=jnp.float32):
+def run_triton(arguments, dtype=jnp.float32, config=None):
     """The kernel for all cards in its interpreter."""
-    call = jax.jit(functools.partial(window_logits_triton.window_logits, dtype=dtype))
+    call = jax.jit(functools.partial(window_logits_triton.window_logits, dtype=dtype, config=config))
     return np.asarray(call(*jax.tree.map(jnp.asarray, arguments)))
 
 
@@ -152,14 +152,27 @@ def test_windows(name, blocks):
     assert not races_found()
 
 
+TRITON = {"triton": None, "triton for Ampere": paged_logits_triton.Config(fp8_products=False)}
+"""FP8 codes multiplied as they are, and as float16."""
+
+
+@pytest.mark.parametrize("kernel", TRITON)
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.full), 108])
 @pytest.mark.parametrize("name", NAMES)
-def test_windows_on_every_card(name, cores, monkeypatch):
+def test_windows_on_every_card(name, cores, kernel, monkeypatch):
     """On few cores a program has many pages: some before the windows, some inside, some behind."""
     monkeypatch.setattr(paged_logits_triton, "target_device", lambda: Device("cpu", "cpu", None, cores))
     windows, keys, _ = CASES[name]
     arguments, expected = scenario(windows, keys=keys)
-    check(run_triton(arguments), expected)
+    check(run_triton(arguments, config=TRITON[kernel]), expected)
+
+
+def test_ampere_multiplies_no_fp8():
+    arguments, _ = scenario(PACKED, keys=193)
+    trace = lambda config: str(
+        jax.make_jaxpr(functools.partial(window_logits_triton.window_logits, config=config))(*arguments)
+    )
+    assert ["f8_e4m3fn" in trace(config) for config in TRITON.values()] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["texts", "far apart"])

@@ -2,8 +2,9 @@
 
 Every schedule is compared with a float32 reference on decoded values, ragged requests, exceptional scales and all, then
 timed in one profile; the kernel of FP8 keys is timed on the same shape in the same run. A kernel's time is without the work
-plan, which is made once per step, and without the re-expression of the queries, which `total` has. With ``--xla`` the
-reference is timed on every problem as well.
+plan, which is made once per step, and without the re-expression of the queries, which `total` has. Contexts are scored by
+the kernel for all cards, which the library chooses for them. With ``--xla`` the reference is timed on every problem as
+well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 
 from benchmarks import xla
-from benchmarks.paged_logits import HEAD_DIM, Problem, difference
+from benchmarks.paged_logits import HEAD_DIM, ContextProblem, Problem, context_inputs, difference
 from benchmarks.paged_logits import inputs as fp8_inputs
 from benchmarks.timing import device_times, kernel_times, require_card, require_match
 from dsa_jax import quant
@@ -48,6 +50,7 @@ TIMED = [
     Problem(*BIG, new_tokens=4),
 ]
 """Problems in order of importance."""
+CONTEXTS = [ContextProblem(512, 2048), ContextProblem(8192, 8192)]
 SWEEP = [
     Config(compute_warpgroups=4, registers=(112, 32)),
     Config(compute_warpgroups=3),
@@ -225,6 +228,31 @@ def time_problem(
     return rows
 
 
+def time_contexts(problem: ContextProblem, rounds: int, with_xla: bool) -> list[dict]:
+    """The same for the prefill of one request; 64 of its rows are compared."""
+    (_, weights, _, _, limits), tables = context_inputs(problem)
+    keys, scales = pool(problem.pages, problem.page_size)
+    q = quant.quantize_fp4(jax.random.normal(jax.random.key(1), (*weights.shape, HEAD_DIM)))
+    row: dict = {"problem": problem.name, "kernel": "triton", "config": None}
+    try:
+        score = jax.jit(functools.partial(triton.paged_logits_prefill, page_scale=1, layer_offset=0))
+        call = lambda table: score(q, weights, keys, scales, table, jnp.zeros_like(limits), limits)
+        chosen = jnp.asarray(np.linspace(0, problem.tokens - 1, 64).astype(np.int32))
+        some = [x[chosen][:, None] for x in (*q, weights)]
+        own = jnp.broadcast_to(tables[0], (64, problem.width))
+        want = reference(*some, keys, scales, own, limits[chosen][:, None])
+        diff, misplaced = difference(call(tables[0])[chosen], want)
+        row |= {"diff": float(diff), "misplaced": int(misplaced)}
+        launches = [lambda table=table: call(table) for table in tables * max(1, rounds // len(tables))]
+        row["us"] = statistics.median([us for [us] in kernel_times(launches, TRITON_KERNEL)])
+    except Exception as error:  # the reference's time is worth keeping
+        row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    if with_xla:
+        row |= xla.time_scores(problem, "fp4", (q, weights, keys, scales), tables)
+    print(line(row), flush=True)
+    return [row]
+
+
 def _run(program, arrays, tables, limits, plans, count: int):
     """Queue some calls, going through the page tables."""
     for i in range(count):
@@ -257,14 +285,14 @@ def main() -> None:
     """Run the checks and the timings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the full results")
-    parser.add_argument("--seconds", type=float, default=70, help="start no problem after this time")
+    parser.add_argument("--seconds", type=float, default=100, help="start no problem after this time")
     parser.add_argument("--only", default="", help="only problems whose name contains this")
     parser.add_argument("--sweep", action="store_true", help="compare schedules and check ragged requests")
     parser.add_argument("--triton", action="store_true", help="time the kernel for all cards, too")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of every schedule")
     parser.add_argument("--xla", action="store_true", help="time the reference as well (slow)")
     options = parser.parse_args()
-    require_match(options.only, (problem.name for problem in TIMED))
+    require_match(options.only, (problem.name for problem in [*TIMED, *CONTEXTS]))
     require_card("fp4_check")
     start = time.perf_counter()
     timed = [problem for problem in TIMED if options.only in problem.name]
@@ -274,6 +302,19 @@ def main() -> None:
         "checks": [],
         "timed": [],
     }
+
+    def keep(problem: Problem | ContextProblem, measure: Callable[[], list[dict]]) -> None:
+        if time.perf_counter() - start > options.seconds:
+            print(f"{problem.name}: out of time", flush=True)
+            return
+        try:
+            result["timed"] += measure()
+        except Exception as error:
+            print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1))
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
+
     # Lowering holds the interpreter's lock: few threads, so that the first programs are ready first.
     with ThreadPoolExecutor(3) as threads:
         checks = [
@@ -297,17 +338,10 @@ def main() -> None:
             result["checks"].append({"problem": vars(problem), "kernel": kernel, **found})
             print(f"check {problem.name} T{problem.page_size} {kernel}: {found}", flush=True)
         for problem, futures in zip(timed, runs, strict=True):
-            if time.perf_counter() - start > options.seconds:
-                print(f"{problem.name}: out of time", flush=True)
-                [future.cancel() for _, _, future in futures]
-                continue
-            try:
-                result["timed"] += time_problem(problem, futures, options.rounds, options.xla)
-            except Exception as error:
-                print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1))
-            print(f"{time.perf_counter() - start:.0f} s", flush=True)
+            keep(problem, functools.partial(time_problem, problem, futures, options.rounds, options.xla))
+            [future.cancel() for _, _, future in futures]  # what was not waited for, out of time
+    for problem in (problem for problem in CONTEXTS if options.only in problem.name):
+        keep(problem, functools.partial(time_contexts, problem, options.rounds, options.xla))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Every top-k variant is compared with the XLA reference on random rows, ragged limits and ties before it is timed. Times are
 the profiler's device times of one call, summed over its launches, on inputs that rotate through more than the L2 cache. With
-`--xla` the reference is timed on the same inputs.
+`--xla` the reference is timed on the same inputs. FP8 index keys and bfloat16 latents have targets; the other forms follow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ import numpy as np
 
 from benchmarks import xla
 from benchmarks.timing import copy_rate, device_times, require_card
-from dsa_jax import quant
+from dsa_jax import Cache, CacheLayout, quant
+from dsa_jax.config import preset
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
+from dsa_jax.ops import gpu
 from dsa_jax.pallas import append_triton, gather_triton, topk_mosaic, topk_triton
 from dsa_jax.xla import append_index_k, append_latent, gather_index_k
 from dsa_jax.xla.topk import topk_indices
@@ -199,14 +202,27 @@ def run_append(report: Callable[[Row], None], only: str, late: Callable[[], bool
                 report({"op": "append", "shape": f"n={tokens}", "variant": name, "target": goal} | row)
 
 
-def measure_append(name: str, tokens: int, with_xla: bool) -> Row:
-    """All layers of a donated pool, unrolled; times are those of one layer."""
+def vectors(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array, np.ndarray]:
+    """Index keys of all sizes, latents and rotary keys, and the rows that they go to, some of them nowhere."""
     rng = np.random.default_rng(0)
     k = jnp.asarray(rng.normal(size=(tokens, 128)) * np.exp(rng.normal(size=(tokens, 1)) * 3), jnp.bfloat16)
     latent = jnp.asarray(rng.normal(size=(tokens, 512)), jnp.bfloat16)
     k_rope = jnp.asarray(rng.normal(size=(tokens, 64)), jnp.bfloat16)
     rows = rng.permutation(SLOTS * PAGE_SIZE)[:tokens].astype(np.int32)
     rows[::17] = -1
+    return k, latent, k_rope, rows
+
+
+def all_layers(one: Callable, state: Any) -> Any:
+    """One call for each layer in turn."""
+    for layer in range(LAYERS):
+        state = one(state, layer)
+    return state
+
+
+def measure_append(name: str, tokens: int, with_xla: bool) -> Row:
+    """All layers of a donated pool, unrolled; times are those of one layer."""
+    k, latent, k_rope, rows = vectors(tokens)
     where = jnp.asarray(rows)
 
     def append(state, layer):
@@ -228,11 +244,6 @@ def measure_append(name: str, tokens: int, with_xla: bool) -> Row:
             cache = append_latent(cache, layer, latent, k_rope, where)
         return tuple(cache.pages(name) for name in names)
 
-    def all_layers(one, state):
-        for layer in range(LAYERS):
-            state = one(state, layer)
-        return state
-
     def empty():
         pages, state = SLOTS * LAYERS, ()
         if name != "latent":
@@ -253,6 +264,47 @@ def measure_append(name: str, tokens: int, with_xla: bool) -> Row:
         whole = functools.partial(all_layers, reference)
         row |= reference_in_place(f"append {name} n={tokens}", whole, empty())
     return row
+
+
+FORMS = [("index", form) for form in INDEX_FORMS if form != "fp8"]
+FORMS += [("latent", form) for form in KEY_FORMS if form != "bf16"]
+
+
+def run_forms(report: Callable[[Row], None], only: str, late: Callable[[], bool], with_xla: bool) -> None:
+    for tokens in (64, 8192):
+        for part, form in FORMS:
+            if only in f"append {part} {form}" and not late():
+                row = guarded(measure_form, part, form, tokens, with_xla)
+                report({"op": "append", "shape": f"n={tokens}", "variant": f"{part} {form}"} | row)
+
+
+def measure_form(part: str, form: str, tokens: int, with_xla: bool) -> Row:
+    """The same with the kernel that the op chooses, on a whole cache, which has to equal the reference's."""
+    k, latent, k_rope, rows = vectors(tokens)
+    where, scale = jnp.asarray(rows), 0.37 if part == "latent" and form in ("fp8", "nvfp4") else None
+    forms: Any = {"index_form" if part == "index" else "key_form": form}
+    layout = CacheLayout.create(preset("deepseek-v3.2"), layers=range(LAYERS), page_size=PAGE_SIZE, **forms)
+
+    def kernel(cache, layer):
+        if part == "index":
+            return gpu.append_index_k(cache)[0].run(cache, layer, k, where)
+        return gpu.append_latent(cache)[0].run(cache, layer, latent, k_rope, where, scale)
+
+    def reference(cache, layer):
+        if part == "index":
+            return append_index_k(cache, layer, k, where)
+        return append_latent(cache, layer, latent, k_rope, where, scale)
+
+    steps, held = [], []
+    for one in (kernel, reference):
+        step = jax.jit(functools.partial(all_layers, one), donate_argnums=0)
+        steps.append(step.lower(Cache.abstract(layout, SLOTS)).compile())
+        held.append(steps[-1](Cache.create(layout, SLOTS)))
+    wrong = [name for name, pool in held[0].pools().items() if (pool != held[1].pools()[name]).any()]
+    times = times_in_place(steps[0], held[0])
+    row: Row = {"check": f"WRONG {', '.join(wrong)}" if wrong else "ok"}
+    row |= {"us": xla.total(times) / LAYERS, "queued": times["queued"] / LAYERS, "kernels": kernels_of(times)}
+    return row | ({"xla": xla.total(times_in_place(steps[1], held[1])) / LAYERS} if with_xla else {})
 
 
 def reference_in_place(title: str, all_layers: Callable, state: tuple[jax.Array, ...]) -> Row:
@@ -299,49 +351,62 @@ def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool
     tokens, slots = 131072, 4096
     rate = copy_rate()
     print(f"copy rate {rate:.2f} TB/s", flush=True)
-    keys = jax.random.bits(jax.random.key(0), (slots * 8, PAGE_SIZE, 128), jnp.uint8)
-    scales = jax.random.normal(jax.random.key(1), (slots * 8, PAGE_SIZE), jnp.float32)
     rng, sets = np.random.default_rng(1), []
     for _ in range(8):
         slot = rng.permutation(slots)[: tokens // PAGE_SIZE]
         rows = (slot[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
         rows[-5:] = -1
         sets.append(jnp.asarray(rows))
-    for block, warps in ((64, 4),):
-        name = f"block {block}, {warps} warps"
+    block, warps = 64, 4
+    for form in ("fp8", *(form for form in INDEX_FORMS if form != "fp8")):
+        name = f"block {block}, {warps} warps" + (f", {form}" if form != "fp8" else "")
         if only in f"gather {name}" and not late():
+            keys, scales = stored(form, slots * 8)
             row = guarded(measure_gather, block, warps, sets, keys, scales, rate)
             if with_xla:
-                row |= xla.timed("gather", gather_reference, [(rows, keys, scales) for rows in sets])
+                call = functools.partial(gather_reference, form)
+                row |= xla.timed(f"gather {form}", call, [(rows, keys, scales) for rows in sets])
             report({"op": "gather", "shape": f"{tokens}", "variant": name} | row)
 
 
-def gather_reference(rows: jax.Array, keys: jax.Array, scales: jax.Array):
+def stored(form: str, pages: int) -> tuple[jax.Array, jax.Array | None]:
+    """Random index keys of a form, and scales where it has any."""
+    key, shape = jax.random.key(0), (pages, PAGE_SIZE)
+    if form == "f32":
+        return jax.random.normal(key, (*shape, 128), jnp.float32), None
+    codes = jax.random.bits(key, (*shape, 64 if form == "fp4" else 128), jnp.uint8)
+    if form == "fp4":
+        return codes, jax.random.randint(jax.random.key(1), shape, 0, 1 << 30, jnp.int32)
+    return codes, jax.random.normal(jax.random.key(1), shape, jnp.float32)
+
+
+def gather_reference(form: str, rows: jax.Array, keys: jax.Array, scales: jax.Array | None):
     """Layer 3 of 8, as `measure_gather` reads it."""
-    cache = xla.cache_of(xla.layout_of(8, PAGE_SIZE), index_key=keys, index_scale=scales)
-    return gather_index_k(cache, 3, rows)
+    pages = {"index_key": keys} | ({} if scales is None else {"index_scale": scales})
+    return gather_index_k(xla.cache_of(xla.layout_of(8, PAGE_SIZE, form), **pages), 3, rows)
 
 
 def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, rate: float) -> Row:
     layout = dict(page_scale=8, layer_offset=3, block=block, warps=warps)
     call = jax.jit(lambda rows, keys, scales: gather_triton.gather_index_k(rows, keys, scales, **layout))
-    data, scale = (np.asarray(x) for x in call(sets[0], keys, scales))
+    data, scale = (None if x is None else np.asarray(x) for x in call(sets[0], keys, scales))
     rows = np.asarray(sets[0])[:-5]
     page = rows // PAGE_SIZE * 8 + 3
     right = (data[:-5] == np.asarray(keys)[page, rows % PAGE_SIZE]).all() and not data[-5:].any()
-    right = (
-        right and (scale[:-5] == np.asarray(scales)[page, rows % PAGE_SIZE]).all() and not scale[-5:].any()
-    )
+    if scale is not None:
+        wanted = np.asarray(scales)[page, rows % PAGE_SIZE]
+        right = right and (scale[:-5] == wanted).all() and not scale[-5:].any()
     times = device_times(call, [(rows, keys, scales) for rows in sets])
     us = xla.total(times)
-    share = sets[0].shape[0] * 132 * 2 / us / 1e6 / rate
+    token = data[0].nbytes + (0 if scale is None else scale.itemsize)
+    share = sets[0].shape[0] * token * 2 / us / 1e6 / rate
     return {"check": "ok" if right else "WRONG", "us": us, "queued": times["queued"], "share_of_copy": share}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=200, help="start nothing new after this time")
+    parser.add_argument("--seconds", type=float, default=240, help="start nothing new after this time")
     parser.add_argument(
         "--only", default="", help="run only what contains this, such as 'topk 4 x' or 'append'"
     )
@@ -372,6 +437,7 @@ def main() -> None:
         if options.only in "gather" or options.only.startswith("gather"):
             run_gather(report, options.only, late, options.xla)
         run_topk(report, compiled, late, options.every, options.xla)
+        run_forms(report, options.only, late, options.xla)
     if not results:
         raise SystemExit(
             f"--only {options.only!r} chose nothing, or --seconds {options.seconds} was too little"

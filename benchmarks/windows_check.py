@@ -1,9 +1,10 @@
 """Scores of contiguous keys inside windows: ``python -m benchmarks.windows_check --json FILE``.
 
-The prefill of one request: its last tokens score all keys up to themselves. `ops.mqa_logits` with FP8 keys is compared with
-a float32 reference on some rows, with DeepGEMM's `fp8_mqa_logits` where its wheel is installed (see `deepgemm`), and on the
-smallest shape with the XLA reference. Operations are counted inside the windows. Ours writes -inf outside of them, the peer
-leaves those scores as they are. Inputs stay the same: every call writes several times the L2 cache.
+The prefill of one request: its last tokens score all keys up to themselves. `ops.mqa_logits` is compared with a float32
+reference on some rows, for FP8 keys with DeepGEMM's `fp8_mqa_logits` where its wheel is installed (see `deepgemm`), and on
+the smallest shape with the XLA reference. FP4 keys have the smaller shapes. Operations are counted inside the windows. Ours
+writes -inf outside of them, the peer leaves those scores as they are. Inputs stay the same: every call writes several times
+the L2 cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jax import Array, lax
 
 from benchmarks.paged_logits import HEAD_DIM, ContextProblem, difference
 from benchmarks.timing import device_times
-from dsa_jax import ops
+from dsa_jax import ops, quant
 
 PROBLEMS = ((2048, 32768), (8192, 8192), (8192, 65536))
 """New tokens and keys, the new ones included."""
@@ -39,20 +40,24 @@ WANTED, WANTED_ON = 1000.0, (8192, 8192)
 SAMPLE, ROUNDS = 64, 8
 
 
-def arrays(problem: ContextProblem) -> tuple[Array, ...]:
-    """``(q, keys, scales, weights, starts, ends)`` as `mqa_logits` takes them, keys and scales apart."""
+def arrays(problem: ContextProblem, form: str = "fp8") -> tuple[Any, ...]:
+    """``(q, keys, scales, weights, starts, ends)`` as `mqa_logits` takes them, keys and scales apart; FP4's q is a pair."""
 
     @jax.jit
     def make():
         own = [jax.random.key(i) for i in range(4)]
         shape = (problem.tokens, problem.heads)
+        weights = jax.random.normal(own[3], shape, jnp.float32)
+        if form == "fp4":
+            q = quant.quantize_fp4(jax.random.normal(own[0], (*shape, HEAD_DIM)))
+            return q, *quant.quantize_fp4(jax.random.normal(own[1], (problem.keys, HEAD_DIM))), weights
         codes = [
             jax.random.normal(key, shape, jnp.bfloat16).astype(jnp.float8_e4m3fn)
             for key, shape in ((own[0], (*shape, HEAD_DIM)), (own[1], (problem.keys, HEAD_DIM)))
         ]
         q, keys = (lax.bitcast_convert_type(x, jnp.uint8) for x in codes)
         scales = jax.random.uniform(own[2], (problem.keys,), jnp.float32) + 0.5
-        return q, keys, scales, jax.random.normal(own[3], shape, jnp.float32)
+        return q, keys, scales, weights
 
     ends = jnp.asarray(problem.limits)
     return *make(), jnp.zeros_like(ends), ends
@@ -66,33 +71,39 @@ def scores(q, keys, scales, weights, starts, ends, *, implementation: Any = None
 @jax.jit
 def reference(q, keys, scales, weights, starts, ends) -> Array:
     """The same in float32, a row at a time."""
-    decode = lambda codes: lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    k, column = decode(keys), jnp.arange(keys.shape[0], dtype=jnp.int32)
+    form = "fp4" if isinstance(q, tuple) else "fp8"
+    k, left = quant.decode_keys(keys, scales, form)
+    column = jnp.arange(keys.shape[0], dtype=jnp.int32)
 
     def of_row(row):
         q, weights, start, end = row
-        dots = jnp.maximum(jnp.einsum("hd,sd->hs", decode(q), k, precision="highest"), 0)
-        total = jnp.einsum("hs,h->s", dots, weights, precision="highest") * scales
+        dots = jnp.einsum("hd,sd->hs", quant.decode_query(q, form), k, precision="highest")
+        total = jnp.einsum("hs,h->s", jnp.maximum(dots, 0), weights, precision="highest")
+        total = total if left is None else total * left
         return jnp.where((column >= start) & (column < end), total, -jnp.inf)
 
     return lax.map(of_row, (q, weights, starts, ends))
 
 
-def measure(problem: ContextProblem, given: tuple[Array, ...], program: Any, peer: dict[str, float]) -> dict:
+def measure(
+    problem: ContextProblem, form: str, given: tuple[Any, ...], program: Any, peer: dict[str, float]
+) -> dict:
     """Check some rows, the first and the last among them, and time the program."""
     chosen = jnp.asarray(np.linspace(0, problem.tokens - 1, min(SAMPLE, problem.tokens)).astype(np.int32))
     q, keys, scales, weights, starts, ends = given
-    want = reference(q[chosen], keys, scales, weights[chosen], starts[chosen], ends[chosen])
+    some = jax.tree.map(lambda x: x[chosen], q)
+    want = reference(some, keys, scales, weights[chosen], starts[chosen], ends[chosen])
     diff, misplaced = difference(program(*given)[chosen], want)
-    row: dict[str, Any] = {"problem": problem.name, "diff": float(diff), "misplaced": int(misplaced)}
+    name = problem.name + ("" if form == "fp8" else f" {form}")
+    row: dict[str, Any] = {"problem": name, "diff": float(diff), "misplaced": int(misplaced)}
     row |= timed(program, given)
     time_us = row.get("kernel", row["queued"])
     row["tflop_s"] = problem.flops / time_us / 1e6
     good = row["diff"] < BOUND and not row["misplaced"]
-    text = f"{problem.name}: {'ok' if good else 'BAD'} diff {row['diff']:.1e}, misplaced {row['misplaced']}; "
+    text = f"{name}: {'ok' if good else 'BAD'} diff {row['diff']:.1e}, misplaced {row['misplaced']}; "
     text += f"kernel {time_us:.1f} us, whole call {row.get('total', row['queued']):.1f} us, "
     text += f"queued {row['queued']:.1f} us; {row['tflop_s']:.0f} TFLOP/s"
-    if (problem.tokens, problem.keys) == WANTED_ON:
+    if (problem.tokens, problem.keys) == WANTED_ON and form == "fp8":
         text += f" (wanted {WANTED:.0f}: {'ok' if row['tflop_s'] >= WANTED else 'MISSED'})"
     if peer:
         row["peer"] = peer
@@ -102,7 +113,7 @@ def measure(problem: ContextProblem, given: tuple[Array, ...], program: Any, pee
     return row
 
 
-def timed(program: Any, given: tuple[Array, ...], rounds: int = ROUNDS) -> dict[str, float]:
+def timed(program: Any, given: tuple[Any, ...], rounds: int = ROUNDS) -> dict[str, float]:
     """Median microseconds of the longest kernel, the sum of all, and wall time in the queue."""
     times = device_times(program, [given], rounds=rounds)
     kernels = {name: us for name, us in times.items() if name not in ("total", "queued")}
@@ -110,7 +121,7 @@ def timed(program: Any, given: tuple[Array, ...], rounds: int = ROUNDS) -> dict[
     return found | ({"kernel": max(kernels.values())} if kernels else {})
 
 
-def against_xla(given: tuple[Array, ...], program: Any, row: dict) -> None:
+def against_xla(given: tuple[Any, ...], program: Any, row: dict) -> None:
     """Add the reference's time on the same shape, and how far all scores differ from it."""
     xla = jax.jit(partial(scores, implementation="xla"))
     diff, misplaced = difference(program(*given), xla(*given))
@@ -193,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=30, help="start no shape after this time")
+    parser.add_argument("--seconds", type=float, default=60, help="start no shape after this time")
     parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
     parser.add_argument(
         "--shapes",
@@ -213,20 +224,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     problems = [ContextProblem(tokens, keys, options.heads) for tokens, keys in options.shapes or PROBLEMS]
     peers = {} if options.no_peer else measure_peers(problems)  # before JAX takes the card's memory
     report: dict[str, Any] = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "rows": []}
-    with ThreadPoolExecutor(len(problems)) as pool:
-        given = [arrays(problem) for problem in problems]
+    timed_forms = [("fp8", problem) for problem in problems] + [("fp4", problem) for problem in problems[:2]]
+    firsts: dict[str, tuple[Any, Any, dict]] = {}
+    with ThreadPoolExecutor(len(timed_forms)) as pool:
+        given = [arrays(problem, form) for form, problem in timed_forms]
         programs = [pool.submit(jax.jit(scores).lower(*each).compile) for each in given]
-        for problem, each, program in zip(problems, given, programs, strict=True):
+        for (form, problem), each, program in zip(timed_forms, given, programs, strict=True):
             if time.perf_counter() - begin > options.seconds:
-                print(f"{problem.name}: out of time", flush=True)
+                print(f"{problem.name} {form}: out of time", flush=True)
                 continue
-            report["rows"].append(measure(problem, each, program.result(), peers.get(problem.name, {})))
+            theirs = peers.get(problem.name, {}) if form == "fp8" else {}
+            row = measure(problem, form, each, program.result(), theirs)
+            report["rows"].append(row)
+            firsts.setdefault(form, (each, program.result(), row))
             print(f"{time.perf_counter() - begin:.0f} s", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1))
-    if report["rows"] and time.perf_counter() - begin <= options.seconds:
-        against_xla(given[0], programs[0].result(), report["rows"][0])
-        print(f"{time.perf_counter() - begin:.0f} s", flush=True)
+    for first in firsts.values():
+        if time.perf_counter() - begin <= options.seconds:
+            against_xla(*first)
+            print(f"{time.perf_counter() - begin:.0f} s", flush=True)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
 

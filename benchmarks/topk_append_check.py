@@ -389,7 +389,8 @@ def gather_reference(form: str, rows: jax.Array, keys: jax.Array, scales: jax.Ar
 def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, rate: float) -> Row:
     layout = dict(page_scale=8, layer_offset=3, block=block, warps=warps)
     call = jax.jit(lambda rows, keys, scales: gather_triton.gather_index_k(rows, keys, scales, **layout))
-    data, scale = (None if x is None else np.asarray(x) for x in call(sets[0], keys, scales))
+    data, scale = call(sets[0], keys, scales)
+    data, scale = np.asarray(data), None if scale is None else np.asarray(scale)
     rows = np.asarray(sets[0])[:-5]
     page = rows // PAGE_SIZE * 8 + 3
     right = (data[:-5] == np.asarray(keys)[page, rows % PAGE_SIZE]).all() and not data[-5:].any()

@@ -2,6 +2,8 @@
 
 A chunk is a step of its own. Its metadata is built from lengths alone, so its windows count from the first key of the chunk
 and nothing has to be re-based.
+
+The engine feeds chunks of one size; a scheduler with long contexts asks `largest_chunk` for it.
 """
 
 from __future__ import annotations

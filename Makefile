@@ -50,8 +50,8 @@ wheel-check: setup ## build the wheel and use it outside the checkout
 	@scripts/check_wheel.sh
 
 # Compiling takes as long as the other tests together: it has a target of its own. The next JAX gets a sample of the cases,
-# every test and each fourth of its cases; `make compile-check ONE_IN=1` gives it all.
-ONE_IN ?= 4
+# every test and each sixth of its cases; `make compile-check ONE_IN=1` gives it all.
+ONE_IN ?= 6
 compile-check: .cuda-wheels ## compile the GPU kernels, ptxas included, with this JAX and the next, without a GPU
 	$(PYTEST) tests -m compile
 	@scripts/setup.sh jax-0.12

@@ -79,7 +79,7 @@ def clean_mosaic_interpreter(request: pytest.FixtureRequest):
     A kernel that raised leaves its state behind.
     """
     # It is imported with the first kernel, which is too late to watch it from the start.
-    if hasattr(request.module, "plgpu"):
+    if any(hasattr(request.module, name) for name in ("plgpu", "INTERPRETED")):
         importlib.import_module(INTERPRETER)
     interpreter, earlier = sys.modules.get(INTERPRETER), []
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cases
 from dsa_jax import ops
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.ops import dispatch
+from interpreted import INTERPRETED, races_found
 from numpy_model import attention, encode_e4m3, row_of, scores, topk
 
 TOKENS, K, HEADS, SCALE = 20, 8, 8, 0.135
@@ -208,23 +207,16 @@ def interpreted(monkeypatch):
     """Dispatch takes a card for granted, Mosaic kernels run in their interpreter; returns what tells of races."""
     from dsa_jax.pallas import paged_logits_mosaic, sparse_mla_mosaic
 
-    params = plgpu.InterpretGPUParams(
-        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-    )
     monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)
     for module, name, blocks in (
         (paged_logits_mosaic, "paged_logits_decode", 3),
         (paged_logits_mosaic, "paged_logits_prefill", 3),
         (sparse_mla_mosaic, "sparse_mla", None),
     ):
-        options: dict = {"interpret": params} | ({"blocks": blocks} if blocks else {})
+        options: dict = {"interpret": INTERPRETED} | ({"blocks": blocks} if blocks else {})
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), **options))
 
-    def races() -> bool:
-        callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
-        return callbacks.get_races().races_found
-
-    return races
+    return races_found
 
 
 # Implementation, decode requests, contexts, new tokens, index heads, page size, manager: heads, next_n, page sizes, R and

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cases
 import contracts.test_sparse_mla_kernels as kernels
@@ -20,10 +19,8 @@ from dsa_jax import ops
 from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.ops import dispatch
 from dsa_jax.pallas import paged_logits_mosaic, sparse_mla_mosaic, sparse_mla_triton
+from interpreted import INTERPRETED
 
-INTERPRETED = plgpu.InterpretGPUParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 RUNS = {
     "triton": functools.partial(sparse_mla_triton.sparse_mla, interpret=True),
     "mosaic": functools.partial(sparse_mla_mosaic.sparse_mla, interpret=INTERPRETED),

@@ -17,11 +17,9 @@ from dsa_jax import compat
 from dsa_jax.compat import Device
 from dsa_jax.forms import KEY_FORMS, key_arrays
 from dsa_jax.pallas import sparse_mla_mosaic, sparse_mla_triton
+from interpreted import INTERPRETED, races_found
 
 SCALE, LAYER_OFFSET, SOFTMAX_SCALE = 3, 2, 0.135
-INTERPRETED = plgpu.InterpretGPUParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 H200, A100 = Device("gpu", "NVIDIA H200", (9, 0), 132), Device("gpu", "NVIDIA A100", (8, 0), 108)
 B200, CPU = Device("gpu", "NVIDIA B200", (10, 0), 148), Device("cpu", "cpu")
 
@@ -117,11 +115,6 @@ def fp8_problem(tokens: int, heads: int, keys: int) -> tuple[Problem, tuple[jax.
     key = np.concatenate([latent, rope.astype(np.float64)], axis=-1)
     attend(p, key)
     return p, (jnp.asarray(codes), jnp.asarray(scales), jnp.asarray(rope))
-
-
-def races_found() -> bool:
-    callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
-    return callbacks.get_races().races_found
 
 
 def close(got: np.ndarray, want: np.ndarray, absolute: float, relative: float) -> None:

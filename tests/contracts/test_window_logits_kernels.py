@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cases
 import fp4_scores
@@ -21,22 +19,14 @@ from dsa_jax.pallas import (
     window_logits_triton,
 )
 from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
+from fp8_scores import check
+from interpreted import INTERPRETED, races_found
 from numpy_model import E4M3, encode_e4m3, scores
 
-INTERPRETED = plgpu.InterpretGPUParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 NAN_CODE = 0x7F
 LEAST, MOST = -(1 << 31), (1 << 31) - 1
 
 Window = tuple[int, int]
-
-
-def races_found() -> bool:
-    """Whether the interpreter saw two accesses in no order since it was last reset."""
-    return (
-        importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").get_races().races_found
-    )
 
 
 def masks(windows: tuple[Window, ...], keys: int):
@@ -98,16 +88,6 @@ def run_triton(arguments, dtype=jnp.float32, config=None):
     """The kernel for all cards in its interpreter."""
     call = jax.jit(functools.partial(window_logits_triton.window_logits, dtype=dtype, config=config))
     return np.asarray(call(*jax.tree.map(jnp.asarray, arguments)))
-
-
-def check(got: np.ndarray, expected: np.ndarray) -> None:
-    """-inf exactly where expected, and float32's accuracy elsewhere."""
-    assert got.dtype == np.float32
-    assert got.shape == expected.shape
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
-    seen = np.isfinite(expected)
-    size = np.abs(expected[seen]).max(initial=0.0)
-    np.testing.assert_allclose(got[seen], expected[seen], rtol=2e-6, atol=2e-6 * size)
 
 
 CAUSAL = tuple((0, end) for end in range(120, 141))

@@ -22,6 +22,9 @@ from dsa_jax.quant import ScaleRule, TieRule
 from dsa_jax.quant.fp4 import GROUP, GROUPS
 from dsa_jax.quant.fp8 import exact_divide
 
+_WIDE = 2048
+"""Bytes of a float row from which a program of a small step takes one token: float32 latents."""
+
 
 class Place(NamedTuple):
     """Where a layer's pages are in a pool: page `slot * page_scale + layer_offset`."""
@@ -55,8 +58,16 @@ class Part:
         self.inputs, self.places = list(inputs), list(places)
         self.pools = [as_words(pool) if pool.dtype == jnp.uint8 else pool for pool in pools]
 
-    def write(self, inputs: Sequence[Any], pools: Sequence[Any], token: Array, spots: Sequence[Spot]) -> None:
-        """Read tokens from the inputs' refs and store them into the pools' refs."""
+    def read(self, inputs: Sequence[Any], token: Array, exists: Array) -> list[Array]:
+        """What the tokens of a program have in the inputs' refs; zeros behind the last token.
+
+        Apart from `write`, and blind to where the tokens go, because then all reads of a program wait for memory at the
+        same time: a step of few tokens takes as long as its longest chain of waits.
+        """
+        raise NotImplementedError
+
+    def write(self, values: Sequence[Array], pools: Sequence[Any], spots: Sequence[Spot]) -> None:
+        """Store what was read into the pools' refs."""
         raise NotImplementedError
 
     def result(self, written: Sequence[Array]) -> tuple[Array, ...]:
@@ -68,11 +79,18 @@ class Part:
 class FloatPart(Part):
     """Vectors as they are, side by side in wide rows, in the dtype of the pages."""
 
-    block = (4, 16)
+    def __init__(self, inputs, pools, places):
+        super().__init__(inputs, pools, places)
+        wide = pools[0].shape[-1] * pools[0].dtype.itemsize >= _WIDE
+        self.block = (1 if wide else 4, 8)
 
-    def write(self, inputs, pools, token, spots) -> None:
+    def read(self, inputs, token, exists):
+        """Every input as it is."""
+        return [_load(source, token, exists, (source.shape[1],)) for source in inputs]
+
+    def write(self, values, pools, spots) -> None:
         """One input behind the other."""
-        _copy_side_by_side(inputs, pools[0], token, spots[0])
+        _store_side_by_side(values, pools[0], spots[0])
 
 
 class Fp8IndexPart(Part):
@@ -85,10 +103,13 @@ class Fp8IndexPart(Part):
         self._rule: ScaleRule = rule
         self._divide = _division(interpret)
 
-    def write(self, inputs, pools, token, spots) -> None:
+    def read(self, inputs, token, exists):
+        """Four elements a word."""
+        return [_load(k, token, exists, (k.shape[1] // 4, 4)) for k in inputs]
+
+    def write(self, values, pools, spots) -> None:
         """Codes in one pool, scales in the other."""
-        [k], [at, scale_at] = inputs, spots
-        x = _load(k, token, at.mask, (k.shape[1] // 4, 4))
+        [x], [at, scale_at] = values, spots
         codes, scale = append_encode.quantize(x, self._rule, self._divide)
         _store_words(pools[0], at, 0, pack_words(codes))
         pltriton.store(pools[1].at[scale_at.page, scale_at.offset], scale, mask=scale_at.mask)
@@ -97,16 +118,19 @@ class Fp8IndexPart(Part):
 class Fp4IndexPart(Part):
     """Indexer keys in FP4: four scale bytes a vector, in one word."""
 
-    block = (4, 16)
+    block = (4, 8)
 
     def __init__(self, inputs, pools, places, rule: TieRule):
         super().__init__(inputs, pools, places)
         self._rule: TieRule = rule
 
-    def write(self, inputs, pools, token, spots) -> None:
+    def read(self, inputs, token, exists):
+        """Groups of eight elements a word."""
+        return [_load(k, token, exists, (GROUPS, GROUP // 8, 8)) for k in inputs]
+
+    def write(self, values, pools, spots) -> None:
         """Packed codes in one pool, words of scales in the other."""
-        [k], [at, scale_at] = inputs, spots
-        x = _load(k, token, at.mask, (GROUPS, GROUP // 8, 8))
+        [x], [at, scale_at] = values, spots
         codes, scales = append_encode.quantize_fp4(x, self._rule)
         _store_words(pools[0], at, 0, pack_words(codes, 4))
         pltriton.store(pools[1].at[scale_at.page, scale_at.offset], pack_words(scales), mask=scale_at.mask)
@@ -119,13 +143,19 @@ class Fp8LatentPart(Part):
         super().__init__(inputs, pools, places)
         self._divide = _division(interpret)
 
-    def write(self, inputs, pools, token, spots) -> None:
-        """Codes of both, side by side."""
+    def read(self, inputs, token, exists):
+        """Four elements a word, and the scale."""
         *sources, factor = inputs
-        for source, first in zip(sources, (0, sources[0].shape[1] // 4), strict=True):
-            x = _load(source, token, spots[0].mask, (source.shape[1] // 4, 4))
-            quotient = self._divide(x, jnp.broadcast_to(factor[0], x.shape))
+        return [*(_load(x, token, exists, (x.shape[1] // 4, 4)) for x in sources), factor[0]]
+
+    def write(self, values, pools, spots) -> None:
+        """Codes of both, side by side."""
+        *sources, factor = values
+        first = 0
+        for x in sources:
+            quotient = self._divide(x, jnp.broadcast_to(factor, x.shape))
             _store_words(pools[0], spots[0], first, pack_words(append_encode.e4m3_codes(quotient)))
+            first += x.shape[1]
 
 
 class NvFp4LatentPart(Part):
@@ -135,28 +165,42 @@ class NvFp4LatentPart(Part):
         super().__init__(inputs, pools, places)
         self._divide = _division(interpret)
 
-    def write(self, inputs, pools, token, spots) -> None:
-        """Packed codes of both side by side in one pool, four scales a word in the other."""
+    def read(self, inputs, token, exists):
+        """Four groups under the scales of a word, of eight elements a word, and the scale of all."""
         *sources, factor = inputs
-        for source, first in zip(sources, (0, sources[0].shape[1]), strict=True):
-            scale_words = source.shape[1] // (4 * FP4_GROUP)
-            x = _load(source, token, spots[0].mask, (scale_words, 4, FP4_GROUP // 8, 8))
-            codes, scale_codes = append_encode.quantize_nvfp4(x, factor[0], self._divide)
-            _store_words(pools[0], spots[0], first // 8, pack_words(codes, 4))
-            _store_words(pools[1], spots[1], first // (4 * FP4_GROUP), pack_words(scale_codes))
+        shape = (4, FP4_GROUP // 8, 8)
+        return [
+            *(_load(x, token, exists, (x.shape[1] // (4 * FP4_GROUP), *shape)) for x in sources),
+            factor[0],
+        ]
+
+    def write(self, values, pools, spots) -> None:
+        """Packed codes of both side by side in one pool, four scales a word in the other."""
+        *sources, factor = values
+        scale_words = 0
+        for x in sources:
+            codes, scale_codes = append_encode.quantize_nvfp4(x, factor, self._divide)
+            _store_words(pools[0], spots[0], scale_words * FP4_GROUP // 2, pack_words(codes, 4))
+            _store_words(pools[1], spots[1], scale_words, pack_words(scale_codes))
+            scale_words += x.shape[1]
 
 
 class DsMlaLatentPart(Part):
     """The 656-byte token: FP8 latents with a scale for 128 elements, the rotary key in bfloat16."""
 
-    def write(self, inputs, pools, token, spots) -> None:
-        """Codes, scales and rotary keys, each in its pool."""
+    def read(self, inputs, token, exists):
+        """Tiles of four elements a word, and the rotary key as it is."""
         latent, k_rope = inputs
-        x = _load(latent, token, spots[0].mask, (latent.shape[1] // FP8_TILE, FP8_TILE // 4, 4))
-        codes, scale = append_encode.quantize_tiles(x)
+        tiles = (latent.shape[1] // FP8_TILE, FP8_TILE // 4, 4)
+        return [_load(latent, token, exists, tiles), _load(k_rope, token, exists, (k_rope.shape[1],))]
+
+    def write(self, values, pools, spots) -> None:
+        """Codes, scales and rotary keys, each in its pool."""
+        latent, k_rope = values
+        codes, scale = append_encode.quantize_tiles(latent)
         _store_words(pools[0], spots[0], 0, pack_words(codes))
         _store_words(pools[1], spots[1], 0, scale)
-        _copy_side_by_side([k_rope], pools[2], token, spots[2])
+        _store_side_by_side([k_rope], pools[2], spots[2])
 
 
 def as_words(pages: Array) -> Array:
@@ -169,15 +213,14 @@ def as_bytes(words: Array) -> Array:
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], words.shape[-1] * 4)
 
 
-def _copy_side_by_side(sources: Sequence[Any], pages: Any, token: Array, spot: Spot) -> None:
-    """Copy the sources' rows one behind the other, in the pages' dtype."""
+def _store_side_by_side(values: Sequence[Array], pages: Any, spot: Spot) -> None:
+    """Store rows `[tokens, width]` one behind the other, in the pages' dtype."""
     first = 0
-    for source in sources:
-        column = jnp.arange(source.shape[1], dtype=jnp.int32)[None, :]
-        value = pltriton.load(source.at[token[:, None], column], mask=spot.mask[:, None], other=0.0)
-        at = pages.at[spot.page[:, None], spot.offset[:, None], first + column]
+    for value in values:
+        column = first + jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+        at = pages.at[spot.page[:, None], spot.offset[:, None], column]
         pltriton.store(at, value.astype(pages.dtype), mask=spot.mask[:, None])
-        first += source.shape[1]
+        first += value.shape[1]
 
 
 def _load(source: Any, token: Array, mask: Array, shape: tuple[int, ...]) -> Array:

@@ -207,16 +207,18 @@ def _launch(name: str, rows: Array, parts: Sequence[Part], interpret: bool) -> l
         offset_refs, input_refs = iter(refs[: len(offsets)]), iter(refs[len(offsets) : first_pool - 1])
         pool_refs = iter(refs[first_pool - 1 + len(pools) :])  # the outputs: the same memory
         token = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
-        row = pltriton.load(rows_ref.at[token], mask=token < tokens, other=-1)
+        exists = token < tokens
+        row = pltriton.load(rows_ref.at[token], mask=exists, other=-1)
         for number, part in enumerate(parts):
             ins = [next(input_refs) for _ in part.inputs]
             outs = [next(pool_refs) for _ in part.pools]
             starts = [next(offset_refs) for _ in part.pools]
 
             def one(part=part, ins=ins, outs=outs, starts=starts):
-                places = zip(outs, part.places, starts, strict=True)
-                spots = [_spot(row, pool, place.page_scale, start[0]) for pool, place, start in places]
-                part.write(ins, outs, token, spots)
+                values, first_pages = part.read(ins, token, exists), [start[0] for start in starts]
+                places = zip(outs, part.places, first_pages, strict=True)
+                spots = [_spot(row, pool, place.page_scale, first) for pool, place, first in places]
+                part.write(values, outs, spots)
 
             if len(parts) == 1:
                 one()

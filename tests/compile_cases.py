@@ -61,7 +61,8 @@ def paged_logits_prefill(
     """A kernel over packed context tokens."""
     from dsa_jax import compat
 
-    module = importlib.import_module(f"dsa_jax.pallas.paged_logits_{kernel}")
+    name = "many_rows_fp4_mosaic" if (kernel, form) == ("mosaic", "fp4") else f"paged_logits_{kernel}"
+    module = importlib.import_module(f"dsa_jax.pallas.{name}")
     width, pages = context // page_size, 3 * requests * context // page_size
     chosen = module.PagedLogitsConfig(**config) if config else None
 
@@ -89,7 +90,8 @@ def window_logits(*, kernel, rows=2048, keys=8192, heads=64, form="fp8", dtype="
     """A kernel for contiguous keys inside windows, ``"mosaic"`` or ``"triton"``; refused as its `supported_on` says."""
     from dsa_jax import compat
 
-    module = importlib.import_module(f"dsa_jax.pallas.window_logits_{kernel}")
+    name = "many_rows_fp4_mosaic" if (kernel, form) == ("mosaic", "fp4") else f"window_logits_{kernel}"
+    module = importlib.import_module(f"dsa_jax.pallas.{name}")
 
     def run(q, powers, weights, data, scales, starts, ends):
         module.supported_on(compat.target_device(), heads=heads)

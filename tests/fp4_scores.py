@@ -84,6 +84,24 @@ def scenario(
     return (q, weights, keys, key_words, table, limits), expected.reshape(requests * n, -1)
 
 
+@functools.cache
+def context_scenario(page_size: int, *, heads: int = 32, key_bytes=NEAR, query_bytes=NEAR):
+    """Packed tokens of three requests with 200, 70 and 33 keys, an empty request and padding; 19, 3 and 9 new tokens."""
+    width, held, new = 256 // page_size, (200, 70, 0, 33), (19, 3, 0, 9)
+    problem = dict(n=max(new), heads=heads, page_size=page_size, width=width)
+    (q, weights, keys, key_words, table, limits), expected = scenario(
+        held, **problem, key_bytes=key_bytes, query_bytes=query_bytes
+    )
+    # The last rows of a request are its new tokens; padding behind them is NaN where it can be.
+    own = [(r, max(new) - count + i) for r, count in enumerate(new) for i in range(count)]
+    place, pad = tuple(np.array(own).T), 4
+    append = lambda x, value: np.concatenate([x[place], np.full((pad, *x.shape[2:]), value, x.dtype)])
+    query = append(q[0], 0x77), append(q[1], -1)
+    requests = np.concatenate([place[0], np.full(pad, -1)]).astype(np.int32)
+    expected = append(expected.reshape(len(held), max(new), -1), -np.inf)
+    return (query, append(weights, np.nan), keys, key_words, table, requests, append(limits, 0)), expected
+
+
 def check(got: np.ndarray, expected: np.ndarray) -> None:
     """-inf exactly where expected, and float32's accuracy, row by row, elsewhere."""
     assert got.dtype == np.float32

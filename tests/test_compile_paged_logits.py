@@ -56,7 +56,14 @@ def test_hopper_kernel_compiles_without_spills(compile_environment, options):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(heads=64), dict(heads=32, page_size=32), dict(page_size=128)], ids=name
+    "options",
+    [
+        dict(heads=64),
+        dict(heads=32, page_size=32),
+        dict(page_size=128),
+        dict(heads=32, form="fp4"),
+    ],
+    ids=name,
 )
 def test_hopper_prefill_compiles_without_spills(compile_environment, options):
     result = compile_case(compile_environment, "sm90", "compile_cases:paged_logits_prefill", **options)

@@ -9,7 +9,12 @@ from compile_without_gpu import compile_case
 pytestmark = pytest.mark.compile
 
 CASE = "compile_cases:window_logits"
-HOPPER = [dict(heads=64), dict(heads=32, keys=8000), dict(heads=64, rows=3, keys=50, dtype="bfloat16")]
+HOPPER = [
+    dict(heads=64),
+    dict(heads=32, keys=8000),
+    dict(heads=64, rows=3, keys=50, dtype="bfloat16"),
+    dict(heads=64, form="fp4"),
+]
 EVERYWHERE = [
     ("sm80", dict(heads=64)),
     ("sm80", dict(heads=32, rows=5, keys=8000, form="fp4")),

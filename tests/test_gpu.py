@@ -141,6 +141,7 @@ WINDOWS = {
         "fp8",
         dict(implementation="triton", config=paged_logits_triton.Config(fp8_products=False)),
     ),
+    "mosaic, fp4": ("fp4", dict(implementation="mosaic")),
     "triton, fp4": ("fp4", dict(implementation="triton")),
 }
 """Kernels for contiguous keys: the keys' form, and how the op is asked for one."""
@@ -167,7 +168,7 @@ def test_a_nan_key_scores_nan(kernel):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "form"), [("mosaic", "fp8"), ("triton", "fp8"), ("triton", "fp4")]
+    ("implementation", "form"), [(name, form) for name in ("mosaic", "triton") for form in ("fp8", "fp4")]
 )
 @pytest.mark.parametrize(("manager", "page_size", "heads"), [("v2", 64, 64), ("v1", 32, 32)])
 def test_context_logits(manager, page_size, heads, implementation, form):
@@ -361,7 +362,7 @@ def test_the_library_chooses_kernels_here():
     windows = {
         form: support.chosen("mqa_logits", gpu.mqa_logits(form, 64, 128), device) for form in INDEX_FORMS
     }
-    assert windows == {"fp8": "mosaic" if hopper else "triton", "fp4": "triton", "f32": "xla"}
+    assert windows == dict.fromkeys(("fp8", "fp4"), "mosaic" if hopper else "triton") | {"f32": "xla"}
     assert support.chosen("topk_indices", gpu.topk_indices(2048), device) != "xla"
     for form in INDEX_FORMS:
         cache = Cache.abstract(layout_of(index=form), 8)

@@ -112,13 +112,15 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
-    """Scores for FP8 and FP4 keys: wgmma on Hopper, but for contexts of FP4 keys; Triton elsewhere."""
+    """Scores for FP8 and FP4 keys: wgmma on Hopper, Triton elsewhere."""
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
 
     def kernel(name: str) -> Any:
         if name == "triton":
             from dsa_jax.pallas import paged_logits_triton as module
+        elif layout.index_form == "fp4" and not decode:
+            from dsa_jax.pallas import many_rows_fp4_mosaic as module
         elif layout.index_form == "fp4":
             from dsa_jax.pallas import paged_logits_fp4_mosaic as module
         else:
@@ -129,8 +131,6 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         def supported(device: Device) -> None:
             _need_gpu(device)
             _need("index_form", layout.index_form, ("fp8", "fp4"))
-            if not decode and (name, layout.index_form) == ("mosaic", "fp4"):
-                raise NotImplementedError("contexts have a Hopper kernel for FP8 keys only")
             kernel(name).supported_on(
                 device,
                 heads=heads,
@@ -178,13 +178,15 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
 
 
 def mqa_logits(form: str, heads: int, width: int) -> tuple[Candidate, ...]:
-    """Scores of contiguous keys inside windows: wgmma for FP8 keys on Hopper, integer decoding of FP8 and FP4 elsewhere.
+    """Scores of contiguous keys inside windows: wgmma on Hopper, Triton elsewhere.
 
     `width` is the index head dim.
     """
 
     def kernel(name: str) -> Any:
-        if name == "mosaic":
+        if name == "mosaic" and form == "fp4":
+            from dsa_jax.pallas import many_rows_fp4_mosaic as module
+        elif name == "mosaic":
             from dsa_jax.pallas import window_logits_mosaic as module
         else:
             from dsa_jax.pallas import window_logits_triton as module
@@ -193,7 +195,7 @@ def mqa_logits(form: str, heads: int, width: int) -> tuple[Candidate, ...]:
     def candidate(name: Any) -> Candidate:
         def supported(device: Device) -> None:
             _need_gpu(device)
-            _need("form of the keys", form, ("fp8",) if name == "mosaic" else ("fp8", "fp4"))
+            _need("form of the keys", form, ("fp8", "fp4"))
             kernel(name).supported_on(device, heads=heads, head_dim=width)
 
         def run(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dsa_jax.quant.fp4 import GROUPS, NAN_SCALE, unpack_nibbles
+from dsa_jax.quant.fp4 import GROUPS, NAN_SCALE
 
 MOST_DROP = 11
 """Greatest difference of two exponents in one vector that the codes can carry."""
@@ -66,14 +66,13 @@ def expand(word: Any, table: tuple[Any, Any], permute: Permute) -> tuple[Any, An
     return first, second
 
 
-def reorder(x: Array) -> Array:
-    """Put elements ``[..., 128]`` where the kernel's product has them.
+def reorder(words: Array) -> Array:
+    """Put words of four elements, ``[..., 4, 4, 2]``, where the kernel's product has them.
 
     Column ``32 t + 16 c + 4 g + i`` of a product is element ``32 g + 8 t + 4 c + i``: step t of the product takes word t of
     each of the four groups, its first four elements (c = 0) and its last.
     """
-    parts = x.reshape(*x.shape[:-1], GROUPS, GROUPS, 2, 4)
-    return jnp.moveaxis(parts, -4, -2).reshape(x.shape)
+    return jnp.moveaxis(words, -3, -1)
 
 
 def spread(scales: Any) -> tuple[Any, Any]:
@@ -127,20 +126,70 @@ def query_codes(packed: Array, scales: Array, weights: Array) -> tuple[Array, Ar
         kernel adds x and |x|), then the power of each group; ``int32[R, 1]``, 1 for requests that do not fit.
     """
     top, drop = spread(scales)
-    none = jnp.zeros_like(drop)
-    misfit = (
-        doubtful(*doubts(top, drop, none, none.astype(jnp.uint32)))
-        | (top < LEAST_QUERY)
-        | (top > GREATEST_QUERY)
-    )
-    fits = jnp.logical_not(jnp.any(misfit, axis=(1, 2), keepdims=True))
-    bytes_of = lambda word: jnp.stack([scale_bytes(word, g) for g in range(GROUPS)], axis=-1)
-    lower = jnp.where(fits[..., None], bytes_of(drop), 0)
-    codes = unpack_nibbles(packed).astype(jnp.int32).reshape(*scales.shape, GROUPS, -1)
-    size = codes & 7
-    bits = jnp.where(size == 0, 0, 0x60 + jnp.where(size > 1, 4 * size, 0) - 8 * lower[..., None])
-    e4m3 = (bits | ((codes & 8) << 4)).astype(jnp.uint8).reshape(*scales.shape, -1)
+    fits = jnp.all(query_fits(scales), axis=(1, 2), keepdims=True)
+    codes = _e4m3(packed, jnp.where(fits[..., None], _bytes(drop), 0))
     half = weights.astype(jnp.float32) * jnp.where(fits, power(top) * 2.0**-SHIFT, 1.0) * 0.5
-    powers = jnp.where(fits[..., None], 1.0, power(bytes_of(scales)) * 2.0**-SHIFT)
+    powers = jnp.where(fits[..., None], 1.0, power(_bytes(scales)) * 2.0**-SHIFT)
     factors = jnp.concatenate([half[..., None], powers], axis=-1).swapaxes(2, 3)
-    return reorder(e4m3), factors, jnp.logical_not(fits).astype(jnp.int32).reshape(-1, 1)
+    return _as_bytes(reorder(codes)), factors, jnp.logical_not(fits).astype(jnp.int32).reshape(-1, 1)
+
+
+def as_fp8(packed: Array, scales: Array) -> tuple[Array, Array]:
+    """FP4 vectors as FP8 ones, elements in their order, where `key_fits` or `query_fits` says so.
+
+    Args:
+        packed: ``uint8[..., 64]``.
+        scales: ``int32[...]``.
+
+    Returns:
+        ``uint8[..., 128]`` e4m3 codes and ``float32[...]`` scales.
+    """
+    top, drop = spread(scales)
+    return _as_bytes(_e4m3(packed, _bytes(drop))), power(top) * 2.0**-SHIFT
+
+
+def key_fits(scales: Array) -> Array:
+    """Whether e4m3 codes and a float32 scale can carry vectors with these scales, ``bool`` of the same shape."""
+    top, drop = spread(scales)
+    none = jnp.zeros_like(drop)
+    return jnp.logical_not(doubtful(*doubts(top, drop, none, none.astype(jnp.uint32))))
+
+
+def query_fits(scales: Array) -> Array:
+    """The same where the scale meets a weight."""
+    top, _ = spread(scales)
+    return key_fits(scales) & (top >= LEAST_QUERY) & (top <= GREATEST_QUERY)
+
+
+def _bytes(word: Array) -> Array:
+    """``int32[..., 4]``, 0 to 255."""
+    group = lax.broadcasted_iota(jnp.int32, (*word.shape, GROUPS), word.ndim)
+    return (word[..., None] >> (8 * group)) & 0xFF
+
+
+def _e4m3(packed: Array, lower: Array) -> Array:
+    """Codes of the values times ``2**(SHIFT - d)``, four a word: ``int32[..., 4, 4, 2]``, in the elements' order.
+
+    Words, not bytes, because the bytes of a step's queries would take XLA longer than a kernel takes to score them.
+
+    Args:
+        packed: ``uint8[..., 64]``.
+        lower: d of each group, ``int32[..., 4]``.
+    """
+    shape = (*lower.shape, WORDS // GROUPS)
+    word = lax.bitcast_convert_type(packed.reshape(*shape, 4), jnp.int32)
+    # Half of a word, then its nibbles as bytes: e2m1's three bits of size below a sign.
+    half = lax.broadcasted_iota(jnp.int32, (*shape, 2), len(shape))
+    nibbles = (word[..., None] >> (16 * half)) & 0xFFFF
+    nibbles = (nibbles | (nibbles << 8)) & 0x00FF00FF
+    nibbles = (nibbles | (nibbles << 4)) & 0x0F0F0F0F
+    size = nibbles & 0x07070707
+    # A byte is 1 where the size is not 0, and where it is not 0 or 0.5. No sum carries into the next byte.
+    some, more = (((size + 0x08080808 - least * 0x01010101) >> 3) & 0x01010101 for least in (1, 2))
+    bits = some * (0x60 - 8 * lower[..., None, None]) + 4 * (size - some + more)
+    return bits | ((nibbles & 0x08080808) << 4)
+
+
+def _as_bytes(words: Array) -> Array:
+    """``uint8[..., 128]`` of ``int32`` words, whose axes are the last three."""
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-3], -1)

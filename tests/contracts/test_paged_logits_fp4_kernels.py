@@ -237,11 +237,11 @@ def test_codes_are_those_of_the_values():
 
 
 def test_reordered_elements_meet():
-    """Column 32 t + 16 c + 4 g + i is element 32 g + 8 t + 4 c + i."""
-    got = np.asarray(codes.reorder(jnp.arange(128)))
-    for column, element in enumerate(got):
-        t, c, g, i = column // 32, column // 16 % 2, column // 4 % 4, column % 4
-        assert element == 32 * g + 8 * t + 4 * c + i
+    """Column 32 t + 16 c + 4 g + i is element 32 g + 8 t + 4 c + i; four of them are a word."""
+    got = np.asarray(codes.reorder(jnp.arange(32).reshape(4, 4, 2))).reshape(-1)
+    for place, word in enumerate(got):
+        t, c, g = place // 8, place // 4 % 2, place % 4
+        assert word == 8 * g + 2 * t + c
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

@@ -20,6 +20,8 @@ from dsa_jax.ops.dispatch import Candidate
 from dsa_jax.pallas.tuning import KERNELS, Preference, choose
 from dsa_jax.quant import Query
 
+TOKENS_TO_COPY = 33
+"""New tokens a request from which the scores of its keys, 4 bytes each, are no smaller than the keys as FP8, 132 bytes."""
 NVFP4_LEAST_WIDTH = 64
 """Four groups of NVFP4, whose scales fill a word."""
 
@@ -112,9 +114,13 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
-    """Scores for FP8 and FP4 keys: wgmma on Hopper, Triton elsewhere."""
+    """Scores for FP8 and FP4 keys: wgmma on Hopper, Triton elsewhere.
+
+    On Hopper contexts of FP4 keys are copied as FP8; for few tokens that costs more memory than it saves time.
+    """
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
+    few = bucket.context_tokens < TOKENS_TO_COPY * bucket.context_requests
 
     def kernel(name: str) -> Any:
         if name == "triton":
@@ -174,7 +180,8 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         rules = f"paged_logits_{'fp4_' if (name, layout.index_form) == ('mosaic', 'fp4') else ''}{name}"
         return Candidate(name, run, supported, KERNELS[rules].config_type)
 
-    return candidate("mosaic"), candidate("triton")
+    triton_first = layout.index_form == "fp4" and not decode and few
+    return tuple(candidate(name) for name in (("triton", "mosaic") if triton_first else ("mosaic", "triton")))
 
 
 def mqa_logits(form: str, heads: int, width: int) -> tuple[Candidate, ...]:

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata
 from dsa_jax.compat import Device
+from dsa_jax.config import preset
+from dsa_jax.ops import gpu
 from dsa_jax.pallas import many_rows_fp4_mosaic as many_rows
 from dsa_jax.pallas import paged_logits_fp4_codes as fp4_codes
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig
@@ -183,6 +186,19 @@ def test_without_rows_or_keys():
     (query, weights, *pools, requests, limits), _ = context_scenario(64)
     none = jax.tree.map(lambda x: x[:0], (query, weights))
     assert contexts((*none, *pools, requests[:0], limits[:0])).shape == (0, 256)
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(65, "triton"), (66, "mosaic")])
+def test_few_tokens_are_not_worth_a_copy(tokens, first):
+    """Two requests: 132 bytes a key, and 4 for each of its scores. Named kernels take any number."""
+    layout = CacheLayout.create(preset("deepseek-v3.2"), layers=(0,), index_form="fp4")
+    bucket = Bucket(context_requests=2, context_tokens=tokens, table_width=2)
+    step = StepMetadata.create(layout, bucket, [[0, 1], [2]], [70, 9], [5, 1]).derive()
+    candidates = gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step)
+    assert candidates[0].name == first
+    for candidate in candidates:
+        assert candidate.supported is not None
+        candidate.supported(HOPPER)
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

@@ -49,6 +49,7 @@ CHOSEN = {
     ("sparse_mla", "fp8_ds_mla latents"): ("triton", "mosaic", "triton"),
     ("sparse_mla", "f32 latents"): ("xla", "xla", "xla"),
 }
+MANY_ROWS_OF_FP4 = [("paged_mqa_logits", "fp4 keys, contexts"), ("mqa_logits", "fp4 keys")]
 CARDS = {"sm80": "A100", "sm90": "H100, H200", "sm100": "B200"}
 
 
@@ -92,7 +93,10 @@ def test_only_what_ran_is_called_run():
 
 
 def program(operation: str, form: str):
-    """The op through its public signature with ``implementation=None``, and its arguments: four tokens, pages of 64."""
+    """The op through its public signature with ``implementation=None``, and its arguments: four tokens, pages of 64.
+
+    Contexts are of 128 tokens, because fewer FP4 keys go to another kernel.
+    """
     kind = form.split()[0]
     forms: dict = {"key_form" if form.endswith("latents") else "index_form": kind}
     forms = {} if operation == "topk_indices" else forms
@@ -100,8 +104,11 @@ def program(operation: str, form: str):
     cache = Cache.abstract(layout, 8)
     contexts = form.endswith("contexts") or operation == "gather_index_k"
     sizes: dict = (
-        dict(context_requests=2, context_tokens=4, gathered_keys=64) if contexts else dict(decode_requests=4)
+        dict(context_requests=2, context_tokens=128, gathered_keys=64)
+        if contexts
+        else dict(decode_requests=4)
     )
+    tokens = 128 if contexts and operation != "gather_index_k" else 4
     requests = 2 if contexts else 4
     meta = StepMetadata.create(
         layout, Bucket(table_width=2, **sizes), [[i] for i in range(requests)], [9] * requests, [1] * requests
@@ -112,14 +119,14 @@ def program(operation: str, form: str):
     codes = lambda *size: shape(*size[:-1], size[-1] // 2 if kind == "fp4" else size[-1], dtype=jnp.uint8)
     float32 = lambda *size: shape(*size, dtype=jnp.float32)
     scale_dtype = jnp.int32 if kind == "fp4" else jnp.float32
-    query = codes(4, 64, 128) if kind != "f32" else float32(4, 64, 128)
-    query = (query, ints(4, 64)) if kind == "fp4" else query
+    query = codes(tokens, 64, 128) if kind != "f32" else float32(tokens, 64, 128)
+    query = (query, ints(tokens, 64)) if kind == "fp4" else query
     if operation == "append_index_k":
         return lambda c, s, k: ops.append_index_k(c, 0, k, s), (cache, step, shape(4, 128))
     if operation == "gather_index_k":
         return lambda c, s: ops.gather_index_k(c, 0, s), (cache, step)
     if operation == "paged_mqa_logits":
-        arguments = (query, float32(4, 64), cache, step)
+        arguments = (query, float32(tokens, 64), cache, step)
         return lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s), arguments
     if operation == "mqa_logits":
         keys = float32(640, 128) if kind == "f32" else (codes(640, 128), shape(640, dtype=scale_dtype))
@@ -160,7 +167,10 @@ def test_every_claim_compiles(compile_environment, card, operation, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("operation", "form"), list(CHOSEN))
 def test_what_none_runs_on_the_card(operation, form):
-    """The choice for this very card is the hand-written one, and the compiled program has that kernel, or none."""
+    """The choice for this very card is the hand-written one, and the compiled program has that kernel, or none.
+
+    Mosaic for many rows of FP4 has Triton beside it, for what FP8 cannot express.
+    """
     device = target_device()
     assert device.capability is not None
     wanted = CHOSEN[operation, form][device.capability[0] - 8]
@@ -169,7 +179,8 @@ def test_what_none_runs_on_the_card(operation, form):
     text = jax.jit(function).lower(*arguments).compile().as_text() or ""
     calls = [part.split('"')[0] for part in text.split('custom_call_target="')[1:]]
     found = {name for name in ("mosaic", "triton") if any(name in call for call in calls)}
-    assert found == ({wanted} - {"xla"})
+    both = wanted == "mosaic" and (operation, form) in MANY_ROWS_OF_FP4
+    assert found == ({"mosaic", "triton"} if both else {wanted} - {"xla"})
 
 
 @pytest.mark.full

@@ -20,8 +20,8 @@ from dsa_jax.ops.dispatch import Candidate
 from dsa_jax.pallas.tuning import KERNELS, Preference, choose
 from dsa_jax.quant import Query
 
-TOKENS_TO_COPY = 33
-"""New tokens a request from which the scores of its keys, 4 bytes each, are no smaller than the keys as FP8, 132 bytes."""
+ROWS_TO_COPY = 33
+"""Rows from which the scores of a key, 4 bytes each, are no smaller than the key as FP8, 132 bytes."""
 NVFP4_LEAST_WIDTH = 64
 """Four groups of NVFP4, whose scales fill a word."""
 
@@ -116,11 +116,11 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:
     """Scores for FP8 and FP4 keys: wgmma on Hopper, Triton elsewhere.
 
-    On Hopper contexts of FP4 keys are copied as FP8; for few tokens that costs more memory than it saves time.
+    On Hopper contexts of FP4 keys are copied as FP8, which few rows are not worth.
     """
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
-    few = bucket.context_tokens < TOKENS_TO_COPY * bucket.context_requests
+    few = bucket.context_tokens < ROWS_TO_COPY * bucket.context_requests
 
     def kernel(name: str) -> Any:
         if name == "triton":
@@ -180,12 +180,13 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         rules = f"paged_logits_{'fp4_' if (name, layout.index_form) == ('mosaic', 'fp4') else ''}{name}"
         return Candidate(name, run, supported, KERNELS[rules].config_type)
 
-    triton_first = layout.index_form == "fp4" and not decode and few
-    return tuple(candidate(name) for name in (("triton", "mosaic") if triton_first else ("mosaic", "triton")))
+    return tuple(
+        candidate(name) for name in _scoring_order(layout.index_form == "fp4" and not decode and few)
+    )
 
 
-def mqa_logits(form: str, heads: int, width: int) -> tuple[Candidate, ...]:
-    """Scores of contiguous keys inside windows: wgmma on Hopper, Triton elsewhere.
+def mqa_logits(form: str, heads: int, width: int, rows: int = ROWS_TO_COPY) -> tuple[Candidate, ...]:
+    """Scores of contiguous keys inside windows: wgmma on Hopper, Triton elsewhere and for few rows of FP4.
 
     `width` is the index head dim.
     """
@@ -222,7 +223,7 @@ def mqa_logits(form: str, heads: int, width: int) -> tuple[Candidate, ...]:
 
         return Candidate(name, run, supported, KERNELS[f"paged_logits_{name}"].config_type)
 
-    return candidate("mosaic"), candidate("triton")
+    return tuple(candidate(name) for name in _scoring_order(form == "fp4" and rows < ROWS_TO_COPY))
 
 
 def topk_indices(k: int) -> tuple[Candidate, ...]:
@@ -292,6 +293,11 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
 
     first = choose("sparse_mla", Preference, {"form": layout.key_form, "heads": heads}).first
     return tuple(candidate(name) for name in (first, "triton" if first == "mosaic" else "mosaic"))
+
+
+def _scoring_order(few: bool) -> tuple[str, str]:
+    """Kernels in order of preference; `few` rows of FP4 are not worth the copy that Mosaic scores."""
+    return ("triton", "mosaic") if few else ("mosaic", "triton")
 
 
 def _offset(cache: Cache, role: Role, layer: int | Array) -> int | Array:

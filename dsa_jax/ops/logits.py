@@ -127,7 +127,9 @@ def mqa_logits(
         "k = (codes, scale), or both FP4 pairs of packed codes and int32 scales."
     )
     candidates = (
-        *gpu.mqa_logits(form, weights.shape[1], QUANT_BLOCK_SIZE if form == "fp4" else keys.shape[1]),
+        *gpu.mqa_logits(
+            form, weights.shape[1], QUANT_BLOCK_SIZE if form == "fp4" else keys.shape[1], weights.shape[0]
+        ),
         Candidate("xla", xla.mqa_logits),
     )
     return dispatch(

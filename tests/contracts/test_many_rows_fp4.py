@@ -195,8 +195,9 @@ def test_few_tokens_are_not_worth_a_copy(tokens, first):
     bucket = Bucket(context_requests=2, context_tokens=tokens, table_width=2)
     step = StepMetadata.create(layout, bucket, [[0, 1], [2]], [70, 9], [5, 1]).derive()
     candidates = gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step)
-    assert candidates[0].name == first
-    for candidate in candidates:
+    windows = gpu.mqa_logits("fp4", 64, 128, tokens // 2)
+    assert candidates[0].name == windows[0].name == first
+    for candidate in (*candidates, *windows):
         assert candidate.supported is not None
         candidate.supported(HOPPER)
 

@@ -95,7 +95,7 @@ def test_only_what_ran_is_called_run():
 def program(operation: str, form: str):
     """The op through its public signature with ``implementation=None``, and its arguments: four tokens, pages of 64.
 
-    Contexts are of 128 tokens, because fewer FP4 keys go to another kernel.
+    Contexts and windows have 128 rows, because few rows of FP4 go to another kernel.
     """
     kind = form.split()[0]
     forms: dict = {"key_form" if form.endswith("latents") else "index_form": kind}
@@ -108,7 +108,7 @@ def program(operation: str, form: str):
         if contexts
         else dict(decode_requests=4)
     )
-    tokens = 128 if contexts and operation != "gather_index_k" else 4
+    tokens = 128 if form.endswith("contexts") or operation == "mqa_logits" else 4
     requests = 2 if contexts else 4
     meta = StepMetadata.create(
         layout, Bucket(table_width=2, **sizes), [[i] for i in range(requests)], [9] * requests, [1] * requests
@@ -130,7 +130,7 @@ def program(operation: str, form: str):
         return lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s), arguments
     if operation == "mqa_logits":
         keys = float32(640, 128) if kind == "f32" else (codes(640, 128), shape(640, dtype=scale_dtype))
-        return ops.mqa_logits, (query, keys, float32(4, 64), ints(4), ints(4))
+        return ops.mqa_logits, (query, keys, float32(tokens, 64), ints(tokens), ints(tokens))
     if operation == "topk_indices":
         k = 2_048 if form.startswith("k up to") else 4_096
         return lambda x, n: ops.topk_indices(x, n, k), (float32(4, 8_192), ints(4))

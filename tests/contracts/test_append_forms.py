@@ -21,7 +21,7 @@ from compile_without_gpu import compile_case
 from dsa_jax import ops
 from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
 from dsa_jax.layout import CacheLayout
-from dsa_jax.ops import gpu
+from dsa_jax.ops import dispatch, gpu
 from numpy_model import row_of
 
 CASES = [
@@ -184,6 +184,25 @@ def test_widths_that_the_kernels_refuse():
     cache = cases.Cache.abstract(layout_of("v2", "nvfp4", "fp4", 64, "even"), 2)
     assert support.chosen("append_latent", gpu.append_latent(cache), cases.CARD) == "triton"
     assert support.chosen("append_index_k", gpu.append_index_k(cache), cases.CARD) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("index", "tokens", "kernel"), [("f32", 4095, True), ("f32", 4096, False), ("fp8", 4096, True)]
+)
+def test_many_float32_keys_are_the_references(monkeypatch, index, tokens, kernel):
+    """Nothing is encoded there, and XLA copies as fast; whoever names the kernel gets it."""
+    monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)
+    layout = layout_of("v2", "bf16", index, 64, "even")
+    bucket = cases.Bucket(context_requests=1, context_tokens=tokens, table_width=1)
+    step = cases.StepMetadata.create(layout, bucket, [[0]], [9], [9]).derive()
+    arguments = cases.Cache.abstract(layout, 2), jax.ShapeDtypeStruct((tokens, 128), jnp.bfloat16)
+
+    def calls_triton(choice):
+        append = lambda cache, k: ops.append_index_k(cache, 0, k, step, implementation=choice)
+        return "pallas_triton" in str(jax.make_jaxpr(append)(*arguments))
+
+    assert calls_triton(None) == kernel
+    assert calls_triton("triton")
 
 
 def compiled_ops(*, key, index, gather=False):

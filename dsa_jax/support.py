@@ -25,6 +25,9 @@ CARDS = {
 RUN = ("CPU", "H100, H200")
 """Devices that the tests have run on; for the others the kernels are compiled, not run."""
 
+TOKENS, KEYS = 2048, 32768
+"""New tokens and keys of contexts and windows."""
+
 Kernels = Callable[[], tuple[Candidate, ...]]
 
 
@@ -38,7 +41,10 @@ def chosen(operation: str, kernels: tuple[Candidate, ...], device: compat.Device
 
 
 def rows() -> Iterator[tuple[str, str, Kernels]]:
-    """Op, form and kernels of every line: DeepSeek-V3.2 widths, pages of 64 tokens, decode steps with next_n 1."""
+    """Op, form and kernels of every line: DeepSeek-V3.2 widths, pages of 64 tokens, decode steps with next_n 1.
+
+    Contexts and windows are large: for few rows another kernel may be first.
+    """
     for form in ("fp8", "fp4", "f32"):
         cache, step = _case(index_form=form)
         yield "append_index_k", f"{form} keys", lambda cache=cache: gpu.append_index_k(cache)
@@ -48,13 +54,14 @@ def rows() -> Iterator[tuple[str, str, Kernels]]:
             f"{form} keys, decode",
             lambda cache=cache, step=step: gpu.paged_mqa_logits(cache, 64, step),
         )
-        contexts = replace(step, bucket=replace(step.bucket, decode_requests=0))
+        bucket = Bucket(context_requests=1, context_tokens=TOKENS, table_width=KEYS // step.layout.page_size)
+        contexts = replace(step, bucket=bucket)
         yield (
             "paged_mqa_logits",
             f"{form} keys, contexts",
             lambda cache=cache, step=contexts: gpu.paged_mqa_logits(cache, 64, step),
         )
-        yield "mqa_logits", f"{form} keys", lambda form=form: gpu.mqa_logits(form, 64, 128)
+        yield "mqa_logits", f"{form} keys", lambda form=form: gpu.mqa_logits(form, 64, 128, TOKENS, KEYS)
     yield "topk_indices", "k up to 2,048", lambda: gpu.topk_indices(2048)
     yield "topk_indices", "larger k", lambda: gpu.topk_indices(4096)
     for form in ("bf16", "fp8", "nvfp4", "fp8_ds_mla", "f32"):
@@ -84,7 +91,8 @@ def document() -> str:
     return (
         "# What runs where\n\n"
         "The implementation that `implementation=None` picks, asked of the dispatch (`dsa-jax support` prints this page).\n"
-        "Widths of DeepSeek-V3.2, pages of 64 tokens; `xla` is the exact reference and runs everywhere. `to_rows` and\n"
+        "Widths of DeepSeek-V3.2, pages of 64 tokens, contexts and windows of 2,048 tokens on 32,768 keys (on Hopper small\n"
+        "ones of FP4 keys are `triton`); `xla` is the exact reference and runs everywhere. `to_rows` and\n"
         "`quantize_index_k` are `xla` on every device; `select_tokens` and `select_rows` are made of the ops below, and\n"
         "under a kernel of `topk_indices` the rows of `select_rows` come out of that kernel.\n"
         f"{unrun}: kernels are compiled for these cards, ptxas included, and have not been run on them.\n\n"

@@ -360,7 +360,8 @@ def test_the_library_chooses_kernels_here():
         "mosaic" if hopper else "triton"
     )
     windows = {
-        form: support.chosen("mqa_logits", gpu.mqa_logits(form, 64, 128), device) for form in INDEX_FORMS
+        form: support.chosen("mqa_logits", gpu.mqa_logits(form, 64, 128, 2048, 32768), device)
+        for form in INDEX_FORMS
     }
     assert windows == dict.fromkeys(("fp8", "fp4"), "mosaic" if hopper else "triton") | {"f32": "xla"}
     assert support.chosen("topk_indices", gpu.topk_indices(2048), device) != "xla"

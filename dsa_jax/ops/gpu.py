@@ -22,6 +22,9 @@ from dsa_jax.quant import Query
 
 ROWS_TO_COPY = 33
 """Rows from which the scores of a key, 4 bytes each, are no smaller than the key as FP8, 132 bytes."""
+PRODUCTS_TO_COPY = 1 << 27
+"""Rows x keys x heads from which scoring FP4 as FP8 repays its expansion and the host's wait for a decision: on an H200 512
+x 2,048 x 64 is half of that and loses 157 us of 527, 512 x 32,768 x 64 gains 1,500 of 2,160."""
 NVFP4_LEAST_WIDTH = 64
 """Four groups of NVFP4, whose scales fill a word."""
 
@@ -120,7 +123,8 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
     """
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
-    few = bucket.context_tokens < ROWS_TO_COPY * bucket.context_requests
+    keys = bucket.table_width * layout.page_size
+    few = not decode and _few(layout.index_form, bucket.context_tokens, bucket.context_requests, keys, heads)
 
     def kernel(name: str) -> Any:
         if name == "triton":
@@ -180,15 +184,13 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         rules = f"paged_logits_{'fp4_' if (name, layout.index_form) == ('mosaic', 'fp4') else ''}{name}"
         return Candidate(name, run, supported, KERNELS[rules].config_type)
 
-    return tuple(
-        candidate(name) for name in _scoring_order(layout.index_form == "fp4" and not decode and few)
-    )
+    return tuple(candidate(name) for name in _scoring_order(few))
 
 
-def mqa_logits(form: str, heads: int, width: int, rows: int = ROWS_TO_COPY) -> tuple[Candidate, ...]:
+def mqa_logits(form: str, heads: int, width: int, rows: int, keys: int) -> tuple[Candidate, ...]:
     """Scores of contiguous keys inside windows: wgmma on Hopper, Triton elsewhere and for few rows of FP4.
 
-    `width` is the index head dim.
+    `width` is the index head dim, `rows` and `keys` are the size of the result.
     """
 
     def kernel(name: str) -> Any:
@@ -223,7 +225,7 @@ def mqa_logits(form: str, heads: int, width: int, rows: int = ROWS_TO_COPY) -> t
 
         return Candidate(name, run, supported, KERNELS[f"paged_logits_{name}"].config_type)
 
-    return tuple(candidate(name) for name in _scoring_order(form == "fp4" and rows < ROWS_TO_COPY))
+    return tuple(candidate(name) for name in _scoring_order(_few(form, rows, 1, keys, heads)))
 
 
 def topk_indices(k: int) -> tuple[Candidate, ...]:
@@ -293,6 +295,11 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
 
     first = choose("sparse_mla", Preference, {"form": layout.key_form, "heads": heads}).first
     return tuple(candidate(name) for name in (first, "triton" if first == "mosaic" else "mosaic"))
+
+
+def _few(form: str, rows: int, requests: int, keys: int, heads: int) -> bool:
+    """Whether these are too few rows of FP4 to be worth a copy of all keys as FP8."""
+    return form == "fp4" and (rows < ROWS_TO_COPY * requests or rows * keys * heads < PRODUCTS_TO_COPY)
 
 
 def _scoring_order(few: bool) -> tuple[str, str]:

@@ -128,7 +128,11 @@ def mqa_logits(
     )
     candidates = (
         *gpu.mqa_logits(
-            form, weights.shape[1], QUANT_BLOCK_SIZE if form == "fp4" else keys.shape[1], weights.shape[0]
+            form,
+            weights.shape[1],
+            QUANT_BLOCK_SIZE if form == "fp4" else keys.shape[1],
+            weights.shape[0],
+            keys.shape[0],
         ),
         Candidate("xla", xla.mqa_logits),
     )

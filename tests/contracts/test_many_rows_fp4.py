@@ -188,15 +188,19 @@ def test_without_rows_or_keys():
     assert contexts((*none, *pools, requests[:0], limits[:0])).shape == (0, 256)
 
 
-@pytest.mark.parametrize(("tokens", "first"), [(65, "triton"), (66, "mosaic")])
-def test_few_tokens_are_not_worth_a_copy(tokens, first):
-    """Two requests: 132 bytes a key, and 4 for each of its scores. Named kernels take any number."""
+@pytest.mark.parametrize(
+    ("tokens", "width", "first"),
+    [(65, 4096, "triton"), (66, 4096, "mosaic"), (128, 255, "triton"), (128, 256, "mosaic")],
+)
+def test_few_rows_are_not_worth_a_copy(tokens, width, first):
+    """Two requests with 33 tokens or more each, and 2**27 products with 64 heads. Named kernels take any number."""
     layout = CacheLayout.create(preset("deepseek-v3.2"), layers=(0,), index_form="fp4")
-    bucket = Bucket(context_requests=2, context_tokens=tokens, table_width=2)
+    bucket = Bucket(context_requests=2, context_tokens=tokens, table_width=width)
     step = StepMetadata.create(layout, bucket, [[0, 1], [2]], [70, 9], [5, 1]).derive()
     candidates = gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step)
-    windows = gpu.mqa_logits("fp4", 64, 128, tokens // 2)
+    windows = gpu.mqa_logits("fp4", 64, 128, tokens // 2, 2 * width * 64)
     assert candidates[0].name == windows[0].name == first
+    assert gpu.mqa_logits("fp8", 64, 128, tokens // 2, 2 * width * 64)[0].name == "mosaic"
     for candidate in (*candidates, *windows):
         assert candidate.supported is not None
         candidate.supported(HOPPER)

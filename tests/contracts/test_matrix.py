@@ -95,7 +95,7 @@ def test_only_what_ran_is_called_run():
 def program(operation: str, form: str):
     """The op through its public signature with ``implementation=None``, and its arguments: four tokens, pages of 64.
 
-    Contexts and windows have 128 rows, because few rows of FP4 go to another kernel.
+    Contexts and windows have 8,192 rows, because few rows of FP4 go to another kernel.
     """
     kind = form.split()[0]
     forms: dict = {"key_form" if form.endswith("latents") else "index_form": kind}
@@ -104,14 +104,14 @@ def program(operation: str, form: str):
     cache = Cache.abstract(layout, 8)
     contexts = form.endswith("contexts") or operation == "gather_index_k"
     sizes: dict = (
-        dict(context_requests=2, context_tokens=128, gathered_keys=64)
+        dict(context_requests=2, context_tokens=8192, gathered_keys=64)
         if contexts
         else dict(decode_requests=4)
     )
-    tokens = 128 if form.endswith("contexts") or operation == "mqa_logits" else 4
+    tokens = 8192 if form.endswith("contexts") or operation == "mqa_logits" else 4
     requests = 2 if contexts else 4
     meta = StepMetadata.create(
-        layout, Bucket(table_width=2, **sizes), [[i] for i in range(requests)], [9] * requests, [1] * requests
+        layout, Bucket(table_width=8, **sizes), [[i] for i in range(requests)], [9] * requests, [1] * requests
     )
     step = jax.eval_shape(meta.derive)
     shape = lambda *size, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(size, dtype)

@@ -65,6 +65,20 @@ def test_a_real_pipe_without_a_reader():
         assert process.wait(60) == 141
 
 
+def test_as_a_module(capsys):
+    """``python -m dsa_jax`` is the command."""
+    arguments = ["layout", "glm-5"]
+    run = subprocess.run(
+        [sys.executable, "-m", "dsa_jax", *arguments], capture_output=True, text=True, check=False
+    )
+    assert main(arguments) == run.returncode == 0, run.stderr
+    assert run.stdout == capsys.readouterr().out
+    refused = subprocess.run(
+        [sys.executable, "-m", "dsa_jax", "layout", "glm-6"], capture_output=True, check=False
+    )
+    assert refused.returncode == 2
+
+
 def test_no_output_at_all(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)  # what Python makes of a closed descriptor
     assert main(["layout", "glm-5"]) == 1

@@ -43,6 +43,7 @@ FLOORS = (
     ("models", "loops"),
     ("engine", "draft_engine"),
     ("cli", "viz"),
+    ("__main__",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

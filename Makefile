@@ -6,7 +6,7 @@ SHELL := bash
 PYTHON := .venv/bin/python
 PROMPT ?= Compute the mean of the array along the given axis.
 # Two workers: JAX itself uses the remaining cores.
-PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile --durations 10 --durations-min 10
 
 .PHONY: help setup demo test test-full test-gpu lint format doctest wheel-check compile-check bench lock clean
 

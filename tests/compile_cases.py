@@ -86,6 +86,30 @@ def paged_logits_prefill(
     ]
 
 
+def prefill_of_two_layers(*, form, slots):
+    """Appends and selections of two layers of one donated cache, in pools of so many slots: contexts of 2,048 tokens."""
+    from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops
+    from dsa_jax.config import preset
+
+    layout = CacheLayout.create(preset("deepseek-v3.2"), layers=(0, 1), index_form=form)
+    bucket = Bucket(context_requests=2, context_tokens=2048, table_width=256)
+    meta = StepMetadata.create(layout, bucket, [[0, 1, 2], [3, 4]], [150, 70], [100, 70])
+
+    def run(cache, meta, k, q, weights):
+        step, rows = meta.derive(), []
+        for layer in (0, 1):
+            cache = ops.append_index_k(cache, layer, k, step)
+            rows.append(ops.select_rows(q, weights, cache, layer, step, 2048))
+            k = k + rows[-1][:, :1].astype(k.dtype)  # a layer's keys come from the layer before
+        return cache, rows
+
+    codes = lambda width: jax.ShapeDtypeStruct((2048, 64, width), jnp.uint8)
+    q = codes(128) if form == "fp8" else (codes(64), jax.ShapeDtypeStruct((2048, 64), jnp.int32))
+    keys = jax.ShapeDtypeStruct((2048, 128), jnp.bfloat16)
+    arguments = [Cache.abstract(layout, slots), jax.eval_shape(lambda: meta), keys, q]
+    return run, [*arguments, jax.ShapeDtypeStruct((2048, 64), jnp.float32)], 0
+
+
 def window_logits(*, kernel, rows=2048, keys=8192, heads=64, form="fp8", dtype="float32"):
     """A kernel for contiguous keys inside windows, ``"mosaic"`` or ``"triton"``; refused as its `supported_on` says."""
     from dsa_jax import compat

@@ -2,7 +2,8 @@
 
 JAX compiles for a card described by its numbers when the wheels of its CUDA plugin are importable; a bad kernel may abort
 the process, so `compile_case` runs this file as a script. A case is a function ``case(**options) -> (function, shapes)``
-named ``"module:case"``, where the shapes are ``jax.ShapeDtypeStruct`` s of the function's arguments.
+named ``"module:case"``, where the shapes are ``jax.ShapeDtypeStruct`` s of the function's arguments; the numbers of donated
+arguments may follow.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def _main(card: str, case: str, options: str, answer: str) -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     module, name = case.split(":")
     try:
-        function, shapes = getattr(importlib.import_module(module), name)(**json.loads(options))
-        program = compile_for(card, function, *shapes)
+        function, shapes, *donate = getattr(importlib.import_module(module), name)(**json.loads(options))
+        program = compile_for(card, function, *shapes, donate=tuple(donate))
     except Exception as error:
         Path(answer).write_text(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
         return

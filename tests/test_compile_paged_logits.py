@@ -71,6 +71,16 @@ def test_hopper_prefill_compiles_without_spills(compile_environment, options):
     assert not result["spilled"], result
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_layers_of_a_prefill_copy_no_pool(compile_environment, form):
+    """A later layer writes the pool in place that an earlier one has scored: pools of index keys of 0.5 and 1 GB."""
+    result = compile_case(
+        compile_environment, "sm90", "compile_cases:prefill_of_two_layers", form=form, slots=1 << 16
+    )
+    assert "mosaic_gpu" in " ".join(result.get("calls", [])), result
+    assert result["temp"] < 256 << 20, result
+
+
 @pytest.mark.parametrize(("card", "options"), EVERYWHERE, ids=name)
 def test_triton_kernel_compiles(compile_environment, card, options):
     result = compile_case(compile_environment, card, CASE, kernel="triton", **options)

@@ -149,10 +149,13 @@ def as_fp8(packed: Array, scales: Array) -> tuple[Array, Array]:
 
 
 def key_fits(scales: Array) -> Array:
-    """Whether e4m3 codes and a float32 scale can carry vectors with these scales, ``bool`` of the same shape."""
+    """Whether e4m3 codes and a float32 scale can carry vectors with these scales, ``bool`` of the same shape.
+
+    Not those at `LEAST`: the kernel of FP8 keys halves a key's scale first, and half of the least normal number may be 0.
+    """
     top, drop = spread(scales)
     none = jnp.zeros_like(drop)
-    return jnp.logical_not(doubtful(*doubts(top, drop, none, none.astype(jnp.uint32))))
+    return jnp.logical_not(doubtful(*doubts(top, drop, none, none.astype(jnp.uint32)))) & (top > LEAST)
 
 
 def query_fits(scales: Array) -> Array:

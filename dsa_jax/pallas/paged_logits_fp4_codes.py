@@ -105,9 +105,11 @@ def power(byte: Array) -> Array:
     return jnp.where(byte == NAN_SCALE, jnp.nan, value)
 
 
-def scale_bytes(scales: Array, group: int) -> Array:
+def scale_bytes(scales: Array, group: int | Array) -> Array:
     """One of the four bytes, ``int32`` 0 to 255."""
-    return lax.shift_right_logical(scales, 8 * group) & 0xFF
+    # Under jax_enable_x64 a bare number is an int64, by which lax shifts no int32.
+    places = np.int32(8 * group) if isinstance(group, int) else 8 * group
+    return lax.shift_right_logical(scales, places) & 0xFF
 
 
 def query_codes(packed: Array, scales: Array, weights: Array) -> tuple[Array, Array, Array]:

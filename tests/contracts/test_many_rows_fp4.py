@@ -152,6 +152,11 @@ def test_one_visible_key_or_query_decides():
         assert way(with_bytes(key_words, (place,), value), query[1]) == 0
     assert way(key_words, with_bytes(query[1], (2, 31), 100)) == 1
     assert way(key_words, with_bytes(query[1], (1, 31), 100)) == 0
+    # A query without differences, whose scale alone is too small for a weight, or just not.
+    for byte, wanted in ((fp4_codes.LEAST_QUERY - 1, 1), (fp4_codes.LEAST_QUERY, 0)):
+        powers = query[1].copy()
+        powers[2, 31] = byte * 0x01010101
+        assert way(key_words, powers) == wanted
 
 
 @pytest.mark.usefixtures("which_way")
@@ -183,6 +188,16 @@ def test_what_fits_is_exact():
     with np.errstate(invalid="ignore"):
         expressed = E4M3[np.asarray(got)] * np.asarray(scale, np.float64)[..., None]
     np.testing.assert_array_equal(expressed[fits], values(codes, bytes_)[fits])
+
+
+@pytest.mark.usefixtures("which_way")
+def test_x64_changes_no_way():
+    """Without the kernel: its interpreter's threads do not see a context manager's setting."""
+    of_contexts, _ = context_scenario(64)
+    of_windows, _ = fp4_scenario(PACKED, keys=193, key_bytes=NEAR)
+    with jax.enable_x64(True):
+        scored = contexts(of_contexts), windows(of_windows)
+    assert all((x.max(), x.dtype) == (0, np.float32) for x in scored)
 
 
 def test_without_rows_or_keys():

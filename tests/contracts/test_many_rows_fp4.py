@@ -161,11 +161,14 @@ def test_one_visible_key_or_query_decides():
 
 @pytest.mark.usefixtures("which_way")
 def test_the_last_key_that_a_request_sees_decides():
-    (*before, key_words, table, requests, limits), _ = context_scenario(64)
+    (query, weights, keys, key_words, table, requests, limits), _ = context_scenario(64)
     page, next_page = (slot * SCALE + LAYER_OFFSET for slot in table[0, 2:4])
     for place, way in (((next_page, 7), 1), ((next_page, 8), 0), ((page, 63), 1), ((page - 1, 0), 0)):
         words = with_bytes(key_words, place, 100)
-        assert contexts((*before, words, table, requests, limits)).max() == way, place
+        # In either order of the tokens: the last of a request need not be the one that sees most.
+        for order in (slice(None), slice(None, None, -1)):
+            rows = jax.tree.map(lambda x, order=order: x[order], (query, weights, requests, limits))
+            assert contexts((*rows[:2], keys, words, table, *rows[2:])).max() == way, place
 
 
 def test_what_fits_is_exact():
@@ -226,6 +229,15 @@ def test_few_rows_are_not_worth_a_copy(tokens, width, first):
     for candidate in (*candidates, *windows):
         assert candidate.supported is not None
         candidate.supported(HOPPER)
+
+
+def test_few_rows_of_fp8_need_no_copy():
+    """And so they stay with the kernel that is Hopper's own."""
+    layout = CacheLayout.create(preset("deepseek-v3.2"), layers=(0,))
+    bucket = Bucket(context_requests=2, context_tokens=65, table_width=2)
+    step = StepMetadata.create(layout, bucket, [[0, 1], [2]], [70, 9], [5, 1]).derive()
+    candidates = gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step), gpu.mqa_logits("fp8", 64, 128, 1)
+    assert [first.name for first, _ in candidates] == ["mosaic"] * 2
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

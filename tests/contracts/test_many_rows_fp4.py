@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata
+from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops
 from dsa_jax.compat import Device
 from dsa_jax.config import preset
-from dsa_jax.ops import gpu
+from dsa_jax.ops import dispatch, gpu
 from dsa_jax.pallas import many_rows_fp4_mosaic as many_rows
 from dsa_jax.pallas import paged_logits_fp4_codes as fp4_codes
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig
@@ -238,6 +238,15 @@ def test_few_rows_of_fp8_need_no_copy():
     step = StepMetadata.create(layout, bucket, [[0, 1], [2]], [70, 9], [5, 1]).derive()
     candidates = gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step), gpu.mqa_logits("fp8", 64, 128, 1)
     assert [first.name for first, _ in candidates] == ["mosaic"] * 2
+
+
+@pytest.mark.usefixtures("which_way")
+def test_the_op_counts_its_rows(monkeypatch):
+    monkeypatch.setattr(dispatch, "target_device", lambda: HOPPER)
+    for rows, way in ((32, 1), (33, 0)):
+        (query, weights, keys, key_words, *bounds), _ = fp4_scenario(((0, 7),) * rows, keys=7, key_bytes=NEAR)
+        scored = ops.mqa_logits(*jax.tree.map(jnp.asarray, (query, (keys, key_words), weights, *bounds)))
+        assert scored.max() == way
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

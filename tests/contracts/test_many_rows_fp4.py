@@ -163,7 +163,9 @@ def test_one_visible_key_or_query_decides():
 def test_the_last_key_that_a_request_sees_decides():
     (query, weights, keys, key_words, table, requests, limits), _ = context_scenario(64)
     page, next_page = (slot * SCALE + LAYER_OFFSET for slot in table[0, 2:4])
-    for place, way in (((next_page, 7), 1), ((next_page, 8), 0), ((page, 63), 1), ((page - 1, 0), 0)):
+    second = table[1, 1] * SCALE + LAYER_OFFSET
+    of_first = (((next_page, 7), 1), ((next_page, 8), 0), ((page, 63), 1), ((page - 1, 0), 0))
+    for place, way in (*of_first, ((second, 5), 1), ((second, 6), 0)):
         words = with_bytes(key_words, place, 100)
         # In either order of the tokens: the last of a request need not be the one that sees most.
         for order in (slice(None), slice(None, None, -1)):

@@ -44,7 +44,7 @@ def paged_mqa_logits(
             takes either, but rounded scores have ties that the exact ones do not.
         implementation, config: see ``dsa_jax.ops``; the schedules are ``PagedLogitsConfig`` and ``PagedLogitsFp4Config`` of
             ``paged_logits_mosaic`` and ``paged_logits_fp4_mosaic``, and ``paged_logits_triton.Config``. In a step of
-            contexts and decode requests both parts get it.
+            contexts and decode requests both parts get it; contexts of FP4 keys leave its ``together`` out.
 
     Returns:
         ``dtype[N, W * T]``; column s is position s of the token's request, -inf at and beyond ``step.limits``.

@@ -238,14 +238,19 @@ def test_few_rows_of_fp8_need_no_copy():
     layout = CacheLayout.create(preset("deepseek-v3.2"), layers=(0,))
     bucket = Bucket(context_requests=2, context_tokens=65, table_width=2)
     step = StepMetadata.create(layout, bucket, [[0, 1], [2]], [70, 9], [5, 1]).derive()
-    candidates = gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step), gpu.mqa_logits("fp8", 64, 128, 1)
+    candidates = (
+        gpu.paged_mqa_logits(Cache.abstract(layout, 4), 64, step),
+        gpu.mqa_logits("fp8", 64, 128, 1, 9),
+    )
     assert [first.name for first, _ in candidates] == ["mosaic"] * 2
 
 
 @pytest.mark.usefixtures("which_way")
-def test_the_op_counts_its_rows(monkeypatch):
+def test_the_op_counts_its_rows_and_keys(monkeypatch):
     monkeypatch.setattr(dispatch, "target_device", lambda: HOPPER)
-    for rows, way in ((32, 1), (33, 0)):
+    products = 33 * 7 * 32
+    for rows, least, way in ((32, 1, 1), (33, products, 0), (33, products + 1, 1)):
+        monkeypatch.setattr(gpu, "PRODUCTS_TO_COPY", least)
         (query, weights, keys, key_words, *bounds), _ = fp4_scenario(((0, 7),) * rows, keys=7, key_bytes=NEAR)
         scored = ops.mqa_logits(*jax.tree.map(jnp.asarray, (query, (keys, key_words), weights, *bounds)))
         assert scored.max() == way

@@ -32,15 +32,14 @@ EVERYWHERE = [
     # What takes most shared memory at each page size: as many heads times rows as a program has, uneven shares of them.
     ("sm90", dict(heads=64, new_tokens=6, page_size=128)),
     ("sm90", dict(heads=64, new_tokens=8, page_size=256, dtype="bfloat16")),
-    ("sm90", dict(heads=128, new_tokens=4, page_size=256)),
-    ("sm90", dict(heads=32, new_tokens=8, page_size=256)),
-    ("sm90", dict(heads=16, new_tokens=8, page_size=256)),
-    ("sm90", dict(heads=64, new_tokens=7, page_size=64)),
-    ("sm90", dict(heads=64, new_tokens=8, page_size=32)),
     ("sm80", dict(heads=64, new_tokens=8, page_size=256)),
     ("sm80", dict(heads=128, new_tokens=3, page_size=256)),
     ("sm80", dict(heads=64, new_tokens=5, page_size=128)),
     ("sm100", dict(heads=64, new_tokens=8, page_size=256)),
+    *[
+        pytest.param("sm90", dict(heads=heads, new_tokens=n, page_size=page_size), marks=pytest.mark.full)
+        for heads, n, page_size in ((128, 4, 256), (32, 8, 256), (16, 8, 256), (64, 7, 64), (64, 8, 32))
+    ],
 ]
 
 

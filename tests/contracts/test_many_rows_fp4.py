@@ -91,7 +91,12 @@ def windows(arguments, *, dtype=jnp.float32, **config):
     [
         (64, 32, dict(group_columns=256, stages=2)),
         (32, 64, dict(group_columns=128, stages=4, product_columns=64)),
-        (128, 32, dict(group_columns=512, compute_warpgroups=1, stages=1, query_buffers=1)),
+        pytest.param(
+            128,
+            32,
+            dict(group_columns=512, compute_warpgroups=1, stages=1, query_buffers=1),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 @pytest.mark.usefixtures("as_fp8_only")
@@ -106,7 +111,9 @@ def test_contexts_as_fp8(page_size, heads, config):
         np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["texts", "far apart", "odd", "fewer keys than a tile"])
+@pytest.mark.parametrize(
+    "name", ["texts", pytest.param("far apart", marks=pytest.mark.full), "odd", "fewer keys than a tile"]
+)
 @pytest.mark.usefixtures("as_fp8_only")
 def test_windows_as_fp8(name):
     """Keys in no window and rows with an empty one hold NaN, and do not count."""

@@ -102,7 +102,7 @@ def context_scenario(page_size: int, *, heads: int = 32, key_bytes=NEAR, query_b
     return (query, append(weights, np.nan), keys, key_words, table, requests, append(limits, 0)), expected
 
 
-def check(got: np.ndarray, expected: np.ndarray) -> None:
+def check(got: np.ndarray, expected: np.ndarray, relative: float = 2e-6) -> None:
     """-inf exactly where expected, and float32's accuracy, row by row, elsewhere."""
     assert got.dtype == np.float32
     assert got.shape == expected.shape
@@ -110,5 +110,5 @@ def check(got: np.ndarray, expected: np.ndarray) -> None:
     seen = np.isfinite(expected)
     size = np.abs(np.where(seen, expected, 0)).max(axis=1, keepdims=True)
     np.testing.assert_allclose(
-        np.where(seen, got, 0), np.where(seen, expected, 0), rtol=2e-6, atol=2e-6 * size.max()
+        np.where(seen, got, 0), np.where(seen, expected, 0), rtol=relative, atol=relative * size.max()
     )

@@ -209,6 +209,33 @@ def test_which_attention_is_tried_first(heads, first, form):
     assert tuning.choose("sparse_mla", tuning.Preference, facts, H200) == tuning.Preference(first)
 
 
+FEW_ROWS, MANY_ROWS = (32.5, 2**30), (33, 2**27)
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "first"),
+    [
+        ("fp4", MANY_ROWS, "mosaic"),
+        ("fp4", FEW_ROWS, "triton"),
+        ("fp4", (33, 2**27 - 1), "triton"),
+        ("fp8", MANY_ROWS, "mosaic"),
+        ("fp8", (1, 64), "mosaic"),
+    ],
+)
+def test_which_scores_of_many_rows_are_tried_first(form, size, first):
+    facts = dict(zip(("form", "rows_per_request", "products"), (form, *size), strict=True))
+    assert tuning.choose("many_row_scores", tuning.Preference, facts, H200) == tuning.Preference(first)
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "first"),
+    [("f32", 4095, "triton"), ("f32", 4096, "xla"), ("fp8", 8192, "triton"), ("fp4", 8192, "triton")],
+)
+def test_who_appends_keys(form, tokens, first):
+    chosen = tuning.choose("append_index_k", tuning.KernelOrReference, dict(form=form, tokens=tokens), H200)
+    assert chosen == tuning.KernelOrReference(first)
+
+
 def every_choice():
     """Ask for schedules of many shapes, so that each rule has its turn."""
     for columns in (1000, 2000, 4000, 8000, 16000, 32000, 65000, 131072):
@@ -229,6 +256,11 @@ def every_choice():
                 module.default_config(card, form, tokens=64, heads=128, keys=2048)
             for heads in (16, 128):
                 tuning.choose("sparse_mla", tuning.Preference, {"form": form, "heads": heads}, card)
+    for form in ("f32", "fp8"):
+        tuning.choose("append_index_k", tuning.KernelOrReference, {"form": form, "tokens": 8192})
+    for form, products in (("fp8", 1), ("fp4", 1), ("fp4", 2**28)):
+        facts = {"form": form, "rows_per_request": 64, "products": products}
+        tuning.choose("many_row_scores", tuning.Preference, facts)
 
 
 def test_every_rule_is_reached(monkeypatch):
@@ -357,6 +389,7 @@ SECOND = r"topk_mosaic / H200 / 2.*"
         (broken(lambda r: r["config"].update(items=True)), SECOND + "items is True, wanted int"),
         (broken(lambda r: r["config"].update(threads=96)), SECOND + "threads is 96, wanted a power of two from 128"),
         ({"sparse_mla": {"default": [{"config": {"first": "xla"}}]}}, "sparse_mla / default / 1.*first is 'xla'"),
+        ({"append_index_k": {"default": [{"config": {"first": "mosaic"}}]}}, "append_index_k / .*first is 'mosaic'"),
         ({"sparse_mla": {"default": [{"when": {"form": []}, "config": {}}]}}, r"form is \[\], wanted a list of words"),
     ],
 )  # fmt: skip

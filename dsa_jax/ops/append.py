@@ -14,10 +14,8 @@ from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
 from dsa_jax.ops.checks import Problems, check_cache, check_layer, check_step
 from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
+from dsa_jax.pallas.tuning import KernelOrReference, choose
 from dsa_jax.quant import ScaleRule, TieRule
-
-_COPIES = 4096
-"""Float32 keys are copied, not encoded: a kernel gains nothing on so many (8,192: 2.79 us on an H200, reference 2.72)."""
 
 
 def quantize_index_k(
@@ -92,8 +90,9 @@ def append_index_k(
     problems.raise_if_any("Pass one float key per token place of the step's bucket.")
     check_layer("append_index_k", cache, layer, Role.INDEX_KEY)
     kernels, reference = gpu.append_index_k(cache), Candidate("xla", xla.append_index_k)
-    copies = cache.layout.index_form == "f32" and step.bucket.tokens >= _COPIES
-    candidates = (reference, *kernels) if copies else (*kernels, reference)
+    facts = {"form": cache.layout.index_form, "tokens": step.bucket.tokens}
+    first = choose("append_index_k", KernelOrReference, facts).first
+    candidates = (reference, *kernels) if first == "xla" else (*kernels, reference)
     return dispatch("append_index_k", implementation, candidates, cache, layer, k, step.rows)
 
 

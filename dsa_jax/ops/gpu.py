@@ -20,11 +20,6 @@ from dsa_jax.ops.dispatch import Candidate
 from dsa_jax.pallas.tuning import KERNELS, Preference, choose
 from dsa_jax.quant import Query
 
-ROWS_TO_COPY = 33
-"""Rows from which the scores of a key, 4 bytes each, are no smaller than the key as FP8, 132 bytes."""
-PRODUCTS_TO_COPY = 1 << 27
-"""Rows x keys x heads from which scoring FP4 as FP8 repays its expansion and the host's wait for a decision: on an H200 512
-x 2,048 x 64 is half of that and loses 157 us of 527, 512 x 32,768 x 64 gains 1,500 of 2,160."""
 NVFP4_LEAST_WIDTH = 64
 """Four groups of NVFP4, whose scales fill a word."""
 
@@ -124,7 +119,9 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
     layout, bucket = cache.layout, step.bucket
     decode = bool(bucket.decode_requests)
     keys = bucket.table_width * layout.page_size
-    few = not decode and _few(layout.index_form, bucket.context_tokens, bucket.context_requests, keys, heads)
+    order = ("mosaic", "triton")
+    if not decode:
+        order = _order_of_many(layout.index_form, bucket.context_tokens, bucket.context_requests, keys, heads)
 
     def kernel(name: str) -> Any:
         if name == "triton":
@@ -184,7 +181,7 @@ def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, .
         rules = f"paged_logits_{'fp4_' if (name, layout.index_form) == ('mosaic', 'fp4') else ''}{name}"
         return Candidate(name, run, supported, KERNELS[rules].config_type)
 
-    return tuple(candidate(name) for name in _scoring_order(few))
+    return tuple(candidate(name) for name in order)
 
 
 def mqa_logits(form: str, heads: int, width: int, rows: int, keys: int) -> tuple[Candidate, ...]:
@@ -225,7 +222,7 @@ def mqa_logits(form: str, heads: int, width: int, rows: int, keys: int) -> tuple
 
         return Candidate(name, run, supported, KERNELS[f"paged_logits_{name}"].config_type)
 
-    return tuple(candidate(name) for name in _scoring_order(_few(form, rows, 1, keys, heads)))
+    return tuple(candidate(name) for name in _order_of_many(form, rows, 1, keys, heads))
 
 
 def topk_indices(k: int) -> tuple[Candidate, ...]:
@@ -294,17 +291,17 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
         return Candidate(name, run, supported, KERNELS[f"sparse_mla_{name}"].config_type)
 
     first = choose("sparse_mla", Preference, {"form": layout.key_form, "heads": heads}).first
-    return tuple(candidate(name) for name in (first, "triton" if first == "mosaic" else "mosaic"))
+    return tuple(candidate(name) for name in _order(first))
 
 
-def _few(form: str, rows: int, requests: int, keys: int, heads: int) -> bool:
-    """Whether these are too few rows of FP4 to be worth a copy of all keys as FP8."""
-    return form == "fp4" and (rows < ROWS_TO_COPY * requests or rows * keys * heads < PRODUCTS_TO_COPY)
+def _order_of_many(form: str, rows: int, requests: int, keys: int, heads: int) -> tuple[str, str]:
+    """Kernels for the scores of contexts or windows, in order of preference."""
+    facts = {"form": form, "rows_per_request": rows / max(requests, 1), "products": rows * keys * heads}
+    return _order(choose("many_row_scores", Preference, facts).first)
 
 
-def _scoring_order(few: bool) -> tuple[str, str]:
-    """Kernels in order of preference; `few` rows of FP4 are not worth the copy that Mosaic scores."""
-    return ("triton", "mosaic") if few else ("mosaic", "triton")
+def _order(first: str) -> tuple[str, str]:
+    return (first, "triton" if first == "mosaic" else "mosaic")
 
 
 def _offset(cache: Cache, role: Role, layer: int | Array) -> int | Array:

@@ -46,6 +46,17 @@ class Preference:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelOrReference:
+    """Whether an op's one kernel is tried first, or the reference where a kernel gains nothing.
+
+    Attributes:
+        first: ``"triton"`` or ``"xla"``.
+    """
+
+    first: Literal["triton", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """What rules of a kernel may speak of.
 
@@ -68,6 +79,8 @@ _SCORES = ("heads", "new_tokens", "columns", "requests", "keys", "cores", "tiles
 _TOPK = ("rows", "columns", "cores", "rows_per_core")
 _ATTENTION = ("form", "major", "tokens", "heads", "keys", "cores")
 KERNELS = {
+    "append_index_k": Kernel("tuning", "KernelOrReference", ("form", "tokens")),
+    "many_row_scores": Kernel("tuning", "Preference", ("form", "rows_per_request", "products")),
     "paged_logits_mosaic": Kernel("paged_logits_config", "PagedLogitsConfig", _SCORES),
     "paged_logits_mosaic_prefill": Kernel("paged_logits_config", "PagedLogitsConfig", ("heads",)),
     "paged_logits_fp4_mosaic": Kernel("paged_logits_fp4_mosaic", "PagedLogitsFp4Config", _SCORES[:-2]),
@@ -80,9 +93,11 @@ KERNELS = {
     "sparse_mla_mosaic": Kernel("sparse_mla_mosaic", "Config", _ATTENTION),
     "sparse_mla_triton": Kernel("sparse_mla_triton", "Config", _ATTENTION),
 }
-"""Kernels by the names that rules have. ``columns`` of scores are heads x new tokens, of top-k the width of a row; ``keys``
-are the width of the scores or the rows of a query; ``form`` of scores is ``"fp8"`` or ``"fp4"``; ``major`` is the compute
-capability's first number, 9 where unknown."""
+"""Kernels, and choices between them, by the names that rules have. ``many_row_scores`` chooses for contexts and windows:
+``products`` are rows x keys x heads, and all rows of windows are of one request. ``columns`` of scores are heads x new
+tokens, of top-k the width of a row; ``keys`` are the width of the scores or the rows of a query; ``form`` of a kernel of
+scores is ``"fp8"`` or ``"fp4"``, of a choice or of attention the pool's form; ``major`` is the compute capability's first
+number, 9 where unknown."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,9 +125,12 @@ def test_windows_as_fp8(name):
 
 @pytest.mark.parametrize("byte", [7, 8])
 def test_keys_of_the_least_scales(byte):
-    """8 is the least that goes as FP8, whose kernel halves the scale; 7 goes as it is. Neither may come out as 0."""
+    """8 is the least that goes as FP8, whose kernel halves the scale; 7 goes as it is. Neither may come out as 0.
+
+    A CPU that flushes subnormal products to 0 loses less than 2**-126 of each: 2e-5 of these scores.
+    """
     arguments, expected = fp4_scenario(((0, 7), (3, 5)), keys=7, key_bytes=(byte,))
-    check(windows(arguments, stages=2), expected)
+    check(windows(arguments, stages=2), expected, relative=1e-4)
 
 
 @pytest.mark.parametrize(("key_bytes", "query_bytes"), [(FAR, NEAR), (NEAR, FAR)])
@@ -255,12 +258,19 @@ def test_few_rows_of_fp8_need_no_copy():
 @pytest.mark.usefixtures("which_way")
 def test_the_op_counts_its_rows_and_keys(monkeypatch):
     monkeypatch.setattr(dispatch, "target_device", lambda: HOPPER)
-    products = 33 * 7 * 32
-    for rows, least, way in ((32, 1, 1), (33, products, 0), (33, products + 1, 1)):
-        monkeypatch.setattr(gpu, "PRODUCTS_TO_COPY", least)
+    asked = []
+
+    def choose(kernel, make, facts):
+        asked.append((kernel, facts))
+        return make("mosaic" if facts["rows_per_request"] > 32 else "triton")
+
+    monkeypatch.setattr(gpu, "choose", choose)
+    for rows, way in ((32, 1), (33, 0)):
         (query, weights, keys, key_words, *bounds), _ = fp4_scenario(((0, 7),) * rows, keys=7, key_bytes=NEAR)
         scored = ops.mqa_logits(*jax.tree.map(jnp.asarray, (query, (keys, key_words), weights, *bounds)))
         assert scored.max() == way
+        facts = {"form": "fp4", "rows_per_request": rows, "products": rows * 7 * 32}
+        assert asked.pop() == ("many_row_scores", facts)
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

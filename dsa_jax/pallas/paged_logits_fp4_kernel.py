@@ -98,7 +98,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
     def _stages_of(self, begin, end):
         return (end - begin + (self.together - 1)) // self.together
 
-    def _copy_tiles(self, refs, share, layer_offset):
+    def _copy_tiles(self, refs, share, layer_offset, filling):
         """Copy the block's share into the ring; returns how many requests and how many stages that were."""
         block = lax.axis_index("block")
 

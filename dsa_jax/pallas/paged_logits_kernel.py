@@ -16,9 +16,10 @@ from jax import Array, lax
 
 from dsa_jax.compat import MOSAIC_STORES_HALF_WORDS
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
+from dsa_jax.pallas.paged_logits_fill import Filling
 from dsa_jax.pallas.paged_logits_finish import COLUMNS, Bounds, writes_much
 from dsa_jax.pallas.paged_logits_machine import CARD, FENCED_CARD, INTERPRETER, Machine
-from dsa_jax.pallas.paged_logits_plan import FILL, HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
+from dsa_jax.pallas.paged_logits_plan import HEADER, TILE, pages_per_tile, planned_tiles, whole_tiles
 
 _E4M3 = jnp.float8_e4m3fn
 _PER_KEY = plgpu.Layout.WGMMA.reduce(1)
@@ -173,8 +174,9 @@ class PagedLogitsKernel:
         def _copy():
             if self.config.registers:
                 plgpu.set_max_registers(self.config.registers[1], action="decrease")
-            segments, count = self._copy_tiles(refs, share, layer_offset)
-            self._fill(refs, share)
+            filling = self._filling(refs, share)
+            segments, count, *place = self._copy_tiles(refs, share, layer_offset, filling)
+            filling.rest(tuple(place) or filling.begin())
             self.machine.drain(refs.query_free, segments, self.config.query_buffers)
             self.machine.drain(refs.free, count, self.stages)
 
@@ -184,31 +186,43 @@ class PagedLogitsKernel:
                 plgpu.set_max_registers(self.config.registers[0], action="increase")
             self._score_tiles(refs, share, warpgroup)
 
-    def _walk(self, refs: _Refs, share, visit: Callable[..., None]):
-        """Call ``visit(request, begin, end, segment, count)`` for every request that the block has tiles of.
+    def _filling(self, refs: _Refs, share) -> Filling:
+        """The block's share of columns that belong to no tile."""
 
-        ``segment`` counts the requests visited, ``count`` the tiles before this request's. The first request's tiles are
+        def extent(request):
+            rows = refs.groups[request, 2] if self.grouped else self.n
+            return (
+                self._first_tile(refs, request),
+                self._tiles(refs, request),
+                self._first_row(refs, request),
+                jnp.int32(rows),
+            )
+
+        return Filling(refs.out, tuple(share[5:]), extent, self.n, whole=not self.grouped)
+
+    def _walk(self, refs: _Refs, share, visit: Callable[..., tuple], *carried):
+        """Call ``visit(request, begin, end, segment, count, *carried)`` for every request that the block has tiles of.
+
+        It returns what the next call is given as ``carried``. ``segment`` counts the requests visited, ``count`` the tiles before this request's. The first request's tiles are
         in the plan, so that nothing else has to be read before work begins.
         """
         first_request, first_tile, first_end, last_request, last_tile = share[:5]
 
         def of_request(request, carry):
-            segment, count = carry
+            segment, count, *carried = carry
             begin = jnp.where(request == first_request, first_tile, self._first_tile(refs, request))
             end = lax.cond(
                 request == first_request,
                 lambda: first_end,
                 lambda: jnp.where(request == last_request, last_tile, self._tiles(refs, request)),
             )
-
-            @pl.when(end > begin)
-            def _():
-                visit(request, begin, end, segment, count)
-
             some = end > begin
-            return segment + some.astype(jnp.int32), count + jnp.where(some, end - begin, 0)
+            visited = lambda: tuple(visit(request, begin, end, segment, count, *carried))
+            carried = lax.cond(some, visited, lambda: tuple(carried))
+            return segment + some.astype(jnp.int32), count + jnp.where(some, end - begin, 0), *carried
 
-        return lax.fori_loop(first_request, last_request + 1, of_request, (jnp.int32(0), jnp.int32(0)))
+        start = jnp.int32(0), jnp.int32(0), *carried
+        return lax.fori_loop(first_request, last_request + 1, of_request, start)
 
     def _first_row(self, refs: _Refs, request):
         """Row of q, weights and scores where a request or group begins."""
@@ -223,7 +237,7 @@ class PagedLogitsKernel:
 
     def _first_tile(self, refs: _Refs, request):
         """Where a request's tiles begin; all tiles and columns before have to be filled."""
-        return 0
+        return jnp.int32(0)
 
     def _tiles(self, refs: _Refs, request):
         """Where a request's tiles end."""
@@ -251,12 +265,15 @@ class PagedLogitsKernel:
 
         return lax.cond(count < planned_tiles(self.page_size), planned_slots, table_slots)
 
-    def _copy_tiles(self, refs: _Refs, share, layer_offset):
+    def _copy_tiles(self, refs: _Refs, share, layer_offset, filling: Filling):
+        """Copy the block's tiles, and fill beside it; returns how many requests and tiles, and where filling goes on.
+
+        Decode rows wait for memory all the time, so filling would not be free: they are filled afterwards.
+        """
         block = lax.axis_index("block")
 
-        def visit(request, begin, end, segment, count):
-            def copy_tile(tile, carry):
-                stage, count, *slots = carry
+        def visit(request, begin, end, segment, count, *place):
+            def copy_tile(tile, stage, count, *slots):
 
                 @pl.when(count >= self.stages)
                 def _():
@@ -269,11 +286,16 @@ class PagedLogitsKernel:
 
             # A tile goes first: it comes from far, the queries from the L2 cache, where every block wants them at once.
             slots = self._slots(refs, block, request, begin, count)
-            carry = copy_tile(begin, (lax.rem(count, jnp.int32(self.stages)), count, *slots))
+            copied = copy_tile(begin, lax.rem(count, jnp.int32(self.stages)), count, *slots)
             self._copy_queries(refs, request, segment)
-            lax.fori_loop(begin + 1, end, copy_tile, carry)
 
-        return self._walk(refs, share, visit)
+            def next_tile(tile, carry):
+                place, copied = carry
+                return filling.step(place) if self.grouped else place, copy_tile(tile, *copied)
+
+            return lax.fori_loop(begin + 1, end, next_tile, (place, copied))[0]
+
+        return self._walk(refs, share, visit, *(filling.begin() if self.grouped else ()))
 
     def _copy_queries(self, refs: _Refs, request, segment):
         buffer = lax.rem(segment, jnp.int32(self.config.query_buffers))
@@ -332,19 +354,9 @@ class PagedLogitsKernel:
             lax.fori_loop(0, steps, score_tile, lax.rem(count + skip, jnp.int32(self.stages)))
             self.machine.fence()
             plgpu.barrier_arrive(refs.query_free.at[buffer])
+            return ()
 
         self._walk(refs, share, visit)
-
-    def _store(self, refs: _Refs, request, first, j, left, values):
-        """Write a part of row j of a request or group, if the group has that row."""
-        target, values = refs.out.at[first + j, pl.ds(left, values.shape[0])], values.astype(self.written)
-        if not self.grouped:
-            target[...] = values
-            return
-
-        @pl.when(refs.groups[request, 2] > j)
-        def _():
-            target[...] = values
 
     def _scores(
         self, refs: _Refs, stage, buffer, load_weights: Callable[[int], Array], bounds, release, finish
@@ -385,57 +397,6 @@ class PagedLogitsKernel:
             # Always true, but the compiler must not know: it would mix a product's sums with the next product, for which
             # there are not enough registers.
             pl.when(bounds[first][1] >= 0)(functools.partial(score, first))
-
-    def _fill(self, refs: _Refs, share):
-        """Write -inf to the block's share of the columns that belong to no tile."""
-        first_request, first_item, last_request, last_item = share[5:]
-
-        def of_request(request, carry):
-            start, stop, unit_of, outside = self._fill_items(refs, request)
-            begin = jnp.where(request == first_request, first_item, start)
-            end = jnp.where(request == last_request, last_item, stop)
-
-            def row(i, carry):
-                left = unit_of(i // self.n) * FILL
-                self._fill_row(refs, request, lax.rem(i, jnp.int32(self.n)), left, outside)
-                return carry
-
-            return lax.fori_loop(begin * self.n, jnp.maximum(begin, end) * self.n, row, carry)
-
-        @pl.when((first_request < last_request) | (first_item < last_item))
-        def _():
-            lax.fori_loop(first_request, last_request + 1, of_request, ())
-
-    def _fill_items(self, refs: _Refs, request):
-        """Begin and end of a request's items of filling, the unit of an item, and what of it is to be filled.
-
-        The last is asked as ``outside(column, size)``: whether no tile has any of so many columns from one on.
-        """
-        start = self._tiles(refs, request) * TILE
-        end = jnp.where(start < self.columns, -(-self.columns // FILL), 0)
-        return start // FILL, end, lambda item: item, lambda column, size: column >= start
-
-    def _fill_row(self, refs: _Refs, request, j, left, outside: Callable[..., Any]):
-        first = self._first_row(refs, request)
-        whole = outside(left, FILL) & (left + FILL <= self.columns)
-
-        @pl.when(whole)
-        def _():
-            self._store(refs, request, first, j, left, jnp.full((FILL,), -jnp.inf, jnp.float32))
-
-        @pl.when(jnp.logical_not(whole))
-        def _():
-            def of_tile(i, carry):
-                column = left + i * TILE
-
-                @pl.when(outside(column, TILE) & (column < self.columns))
-                def _():
-                    nothing = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), _PER_KEY)
-                    self._store(refs, request, first, j, column, nothing)
-
-                return carry
-
-            lax.fori_loop(0, FILL // TILE, of_tile, ())
 
 
 def weighted_sum(products: Array, weights: Array) -> Array:

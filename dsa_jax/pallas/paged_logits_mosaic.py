@@ -23,7 +23,7 @@ from dsa_jax.pallas.paged_logits_config import (
     prefill_config,
 )
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
-from dsa_jax.pallas.paged_logits_plan import context_groups, work_plan
+from dsa_jax.pallas.paged_logits_plan import VISIT, context_groups, work_plan
 
 __all__ = [
     "PagedLogitsConfig",
@@ -211,7 +211,11 @@ def prefill_plan(
     token = jnp.minimum(groups[:, 1:2] + row, requests.shape[0] - 1)
     group_limits = jnp.where(row < groups[:, 2:3], limits[token], 0)
     shares = work_plan(
-        group_limits, page_table[jnp.maximum(groups[:, 0], 0)], blocks=blocks, page_size=page_size
+        group_limits,
+        page_table[jnp.maximum(groups[:, 0], 0)],
+        blocks=blocks,
+        page_size=page_size,
+        visit=VISIT,
     )
     return shares, groups, group_limits
 

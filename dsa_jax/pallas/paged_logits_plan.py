@@ -22,6 +22,9 @@ TRIANGLE_LIMIT = 1024
 """Up to this many requests, running sums are one masked reduction (one small kernel) instead of a scan (several)."""
 
 
+VISIT = 1
+"""What it costs a block to go on to another group of context tokens, in tiles."""
+
 HEADER = 9
 """Numbers of a block's share, see `work_plan`; the slots of its first tiles follow."""
 
@@ -55,7 +58,7 @@ def context_groups(requests: Array, *, size: int, most_requests: int) -> Array:
     return jnp.stack([request, first, count], axis=1)
 
 
-def work_plan(limits: Array, page_table: Array, *, blocks: int, page_size: int) -> Array:
+def work_plan(limits: Array, page_table: Array, *, blocks: int, page_size: int, visit: int = 0) -> Array:
     """Share out tiles and fill units over the blocks.
 
     Args:
@@ -64,50 +67,68 @@ def work_plan(limits: Array, page_table: Array, *, blocks: int, page_size: int) 
         page_table: ``int32[R, W]``.
         blocks: blocks of the grid, M.
         page_size: tokens of a page.
+        visit: as in `shares`.
 
     Returns:
         ``int32[M, 32]``. A block's share: its first request, first tile and the end of the first request's tiles, its last
         request and the end (exclusive) of that one's tiles; then its filling: request and unit where it begins and where
-        it ends. Fill unit u of a request is its columns from ``u * FILL`` on. Then the slots of its first tiles, so that
+        it ends, units counted as in `fill_items`. Then the slots of its first tiles, so that
         a block can start to copy as soon as it has read this row.
     """
     page_table = whole_tiles(page_table, page_size)
     columns = page_table.shape[1] * page_size
     lengths = jnp.clip(jnp.max(limits, axis=1), 0, columns).astype(jnp.int32)
     tiles = (lengths + (TILE - 1)) // TILE
-    first_unit = tiles * TILE // FILL
-    # A request whose tiles reach the last column has nothing to fill, even if its last unit is a partial one.
-    fill = jnp.where(tiles * TILE < columns, -(-columns // FILL) - first_unit, 0)
-    header, cut = shares(0, tiles, first_unit, fill, blocks=blocks)
+    *_, fill = fill_items(jnp.zeros_like(tiles), tiles, columns)
+    header, cut = shares(0, tiles, fill, blocks=blocks, visit=visit)
     slots = _first_slots(cut[:-1], lengths, page_table, page_size)
     return jnp.pad(jnp.concatenate([header, slots], axis=1), ((0, 0), (0, ROW - HEADER - slots.shape[1])))
 
 
 def shares(
-    first_tile: Array | int, end_tile: Array, first_item: Array | int, items: Array, *, blocks: int
+    first_tile: Array | int,
+    end_tile: Array,
+    items: Array,
+    *,
+    blocks: int,
+    visit: int = 0,
 ) -> tuple[Array, Array]:
     """Every block's equal share of tiles and of filling.
 
     Args:
         first_tile: ``int32[R]`` where the tiles of a request begin, or 0 for all.
         end_tile: ``int32[R]`` where they end.
-        first_item: ``int32[R]`` where the numbers of a request's fill units begin, or 0 for all.
         items: ``int32[R]`` fill units of a request.
         blocks: blocks of the grid, M.
+        visit: what going on to another request costs, in tiles.
 
     Returns:
         ``int32[M, 9]``, the first numbers that `work_plan` describes, and ``int32[M + 1]``, where the tiles of all requests
         one behind the other are cut.
     """
     tiles = end_tile - first_tile
-    cut, request, tile = _cuts(tiles, blocks)
-    _, fill_request, item = _cuts(items, blocks)
+    request, item = _cuts(jnp.where(tiles > 0, tiles + visit, 0), blocks)
+    tile = jnp.maximum(item - visit, 0)
+    cut = (_running_sum(tiles) - tiles)[request] + tile
+    fill_request, item = _cuts(items, blocks)
     tile = tile + _at(first_tile, request)
-    item = item + _at(first_item, fill_request)
     first_end = jnp.where(request[:-1] == request[1:], tile[1:], end_tile[request[:-1]])
     share = [request[:-1], tile[:-1], first_end, request[1:], tile[1:]]
     filling = [fill_request[:-1], item[:-1], fill_request[1:], item[1:]]
     return jnp.stack(share + filling, axis=1).astype(jnp.int32), cut
+
+
+def fill_items(begin: Array, end: Array, columns: int) -> tuple[Array, Array, Array]:
+    """Fill units that reach beyond the tiles from `begin` to `end`: how many before, the first behind, how many in all.
+
+    Unit u is the columns from ``u * FILL`` on. A unit with columns on both sides counts before; one that holds the last
+    tiles and no column behind them counts not at all.
+    """
+    per_unit = FILL // TILE
+    before = (begin + (per_unit - 1)) // per_unit
+    after = jnp.maximum(end // per_unit, before)
+    units = -(-columns // FILL)
+    return before, after, before + jnp.where(end * TILE < columns, units - after, 0)
 
 
 def _at(values: Array | int, index: Array) -> Array | int:
@@ -148,7 +169,7 @@ def _first_slots(cut: Array, lengths: Array, page_table: Array, page_size: int) 
     return page_table[request[:, :, None], page].reshape(cut.shape[0], -1)
 
 
-def _cuts(counts: Array, blocks: int) -> tuple[Array, Array, Array]:
+def _cuts(counts: Array, blocks: int) -> tuple[Array, Array]:
     """Cut the concatenation of all requests' items into equal shares.
 
     Args:
@@ -156,8 +177,8 @@ def _cuts(counts: Array, blocks: int) -> tuple[Array, Array, Array]:
         blocks: number of shares, M.
 
     Returns:
-        ``int32[M + 1]`` each, both ends included: the cuts, the requests in which they lie and the items within these. A
-        cut at the very end lies in the last request.
+        ``int32[M + 1]`` each, both ends included: the requests in which the cuts lie and the items within these. A cut at
+        the very end lies in the last request.
     """
     ends = _running_sum(counts)
     total = ends[-1]
@@ -166,7 +187,7 @@ def _cuts(counts: Array, blocks: int) -> tuple[Array, Array, Array]:
     # Comparing with all ends is one small fused reduction; a binary search would be a loop of kernels.
     request = jnp.sum(ends[None, :] <= cut[:, None], axis=1, dtype=jnp.int32)
     request = jnp.minimum(request, counts.shape[0] - 1)
-    return cut, request, cut - (ends - counts)[request]
+    return request, cut - (ends - counts)[request]
 
 
 def _running_sum(counts: Array) -> Array:

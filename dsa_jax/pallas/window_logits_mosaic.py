@@ -17,7 +17,7 @@ from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import paged_logits_mosaic
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, prefill_config
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
-from dsa_jax.pallas.paged_logits_plan import FILL, TILE, shares
+from dsa_jax.pallas.paged_logits_plan import TILE, VISIT, fill_items, shares
 
 _NOWHERE = 1 << 30
 """Start of an empty window: beyond every column."""
@@ -43,25 +43,6 @@ class WindowLogitsKernel(PagedLogitsKernel):
 
     def _slots(self, refs, block, request, tile, count):
         return (tile,)
-
-    def _fill_items(self, refs, request):
-        begin, end = self._first_tile(refs, request), self._tiles(refs, request)
-        before, after, items = fill_items(begin, end, self.columns)
-        unit_of = lambda item: jnp.where(item < before, item, item - before + after)
-        outside = lambda column, size: (column + size <= begin * TILE) | (column >= end * TILE)
-        return 0, items, unit_of, outside
-
-
-def fill_items(begin: Array, end: Array, columns: int) -> tuple[Array, Array, Array]:
-    """Fill units that reach beyond the tiles from `begin` to `end`: how many before, the first behind, how many in all.
-
-    A unit with columns on both sides counts before.
-    """
-    per_unit = FILL // TILE
-    before = (begin + (per_unit - 1)) // per_unit
-    after = jnp.maximum(end // per_unit, before)
-    units = -(-columns // FILL)
-    return before, after, before + jnp.where(end * TILE < columns, units - after, 0)
 
 
 def supported_on(device: Device, *, heads: int, head_dim: int = HEAD_DIM) -> None:
@@ -176,7 +157,7 @@ def window_plan(
     end_tile = (jnp.max(ends, axis=1) + (TILE - 1)) // TILE
     first_tile = jnp.minimum(jnp.min(starts, axis=1) // TILE, end_tile)  # no tiles: both are 0
     *_, fill = fill_items(first_tile, end_tile, -(-keys // TILE) * TILE)
-    work, _ = shares(first_tile, end_tile, 0, fill, blocks=blocks)
+    work, _ = shares(first_tile, end_tile, fill, blocks=blocks, visit=VISIT)
     first_row = jnp.arange(count, dtype=jnp.int32) * n
     groups = [
         jnp.zeros_like(first_row),

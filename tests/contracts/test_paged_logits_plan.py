@@ -46,24 +46,19 @@ def test_the_plan_covers_everything_once_and_evenly(lengths, blocks, page_size):
     plan = paged_logits_plan.work_plan(limits, jnp.asarray(table), blocks=blocks, page_size=page_size)
     plan = np.asarray(plan)
     tiles = [-(-length // tile) for length in lengths]
-    starts = [count * tile // fill for count in tiles]
-    ends = [
-        columns // fill if count * tile < columns else start
-        for count, start in zip(tiles, starts, strict=True)
-    ]
+    # Units from the one that holds the first column behind the tiles, none if there is no such column.
+    units = [columns // fill - count * tile // fill if count * tile < columns else 0 for count in tiles]
 
-    def walk(first, begin, last, end, begins, limits):
+    def walk(first, begin, last, end, limits):
         for r in range(first, last + 1):
-            for item in range(begin if r == first else begins[r], end if r == last else limits[r]):
+            for item in range(begin if r == first else 0, end if r == last else limits[r]):
                 yield r, item
 
-    scored = [list(walk(*row[[0, 1, 3, 4]], [0] * len(lengths), tiles)) for row in plan]
-    filled = [list(walk(*row[5:9], starts, ends)) for row in plan]
+    scored = [list(walk(*row[[0, 1, 3, 4]], tiles)) for row in plan]
+    filled = [list(walk(*row[5:9], units)) for row in plan]
     everything = [(r, t) for r, count in enumerate(tiles) for t in range(count)]
     assert list(itertools.chain(*scored)) == everything
-    assert list(itertools.chain(*filled)) == [
-        (r, u) for r in range(len(lengths)) for u in range(starts[r], ends[r])
-    ]
+    assert list(itertools.chain(*filled)) == [(r, u) for r, count in enumerate(units) for u in range(count)]
     for shares in (scored, filled):
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
@@ -75,6 +70,24 @@ def test_the_plan_covers_everything_once_and_evenly(lengths, blocks, page_size):
             first = t * tile // page_size
             wanted += [table[r, min(first + i, last)] for i in range(max(1, tile // page_size))]
         np.testing.assert_array_equal(row[9 : 9 + len(wanted)], wanted)
+
+
+@pytest.mark.parametrize(
+    ("visit", "cut"),
+    [
+        (0, (0, 10)),  # 12 + 8 tiles, half of them are 10
+        (1, (2, 0)),  # 13 + 8 x 2 = 29: 15 are the long request and one of the others
+        (3, (3, 0)),  # 15 + 8 x 4 = 47: 24 are the long one, two others and a part of the price of the third
+    ],
+)
+def test_a_visit_has_its_price(visit, cut):
+    """One request of 12 tiles and eight of one, for two blocks: that with many requests gets fewer tiles."""
+    limits = jnp.asarray([12 * 64, *[64] * 8], jnp.int32)[:, None]
+    table = np.arange(9 * 12).reshape(9, 12)
+    plan = paged_logits_plan.work_plan(limits, jnp.asarray(table), blocks=2, page_size=64, visit=visit)
+    one, two = np.asarray(plan).tolist()
+    assert (one[:2], tuple(one[3:5]), tuple(two[:2]), two[3:5]) == ([0, 0], cut, cut, [8, 1])
+    assert (one[9], two[9]) == (table[0, 0], table[cut])
 
 
 def test_the_plan_of_many_requests_uses_the_scan():

@@ -165,7 +165,7 @@ def test_the_plan_covers_everything_once_and_evenly(size, keys, blocks):
     work, groups, limits = map(np.asarray, plan)
     columns = -(-keys // tile) * tile
     written = np.zeros((len(groups), columns), int)
-    scored, filled = np.zeros(blocks, int), np.zeros(blocks, int)
+    scored, begun, filled = np.zeros((3, blocks), int)
     for block, share in enumerate(work.tolist()):
         first, begin, first_end, last, end = share[:5]
         for g in range(first, last + 1):
@@ -173,10 +173,11 @@ def test_the_plan_covers_everything_once_and_evenly(size, keys, blocks):
             right = first_end if g == first else end if g == last else groups[g, 4]
             written[g, left * tile : right * tile] += 1
             scored[block] += max(0, right - left)
+            begun[block] += right > left == groups[g, 3]
         first, begin, last, end = share[5:]
         for g in range(first, last + 1):
             before, after, items = map(
-                int, window_logits_mosaic.fill_items(groups[g, 3], groups[g, 4], columns)
+                int, paged_logits_plan.fill_items(groups[g, 3], groups[g, 4], columns)
             )
             for item in range(begin if g == first else 0, end if g == last else items):
                 left = (item if item < before else item - before + after) * unit
@@ -186,7 +187,8 @@ def test_the_plan_covers_everything_once_and_evenly(size, keys, blocks):
                 written[g, place[outside]] += 1
                 filled[block] += 1
     assert (written == 1).all()
-    assert np.ptp(scored) <= 1
+    # A group costs a tile more than it has; a cut may part that price from the group's first tile.
+    assert np.ptp(scored + begun) <= 3
     assert np.ptp(filled) <= 1
     for g, (_, first_row, count, begin, end) in enumerate(groups.tolist()):
         assert count == min(size, 65 - g * size)

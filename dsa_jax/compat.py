@@ -38,6 +38,14 @@ class Device:
             return self.kind or self.platform
         return f"{self.kind} (sm{self.capability[0]}{self.capability[1]})"
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a block may have, from CUDA's table; Hopper's where no capability is known."""
+        capability = self.capability or (9, 0)
+        if capability[0] == 8:
+            return (163 if capability in ((8, 0), (8, 7)) else 99) << 10
+        return (227 if capability[0] < 12 else 99) << 10
+
 
 # Name fragment -> (compute capability, SMs), for devices that are only described (compiled for, not present).
 _NVIDIA_CARDS = (

@@ -25,7 +25,7 @@ gpu_device_info {
   shared_memory_per_core: %(core_memory)d threads_per_core_limit: 2048 core_count: %(cores)d fpus_per_core: 64
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: %(bandwidth)d l2_cache_size: %(l2)d clock_rate_ghz: 1.41 device_memory_size: %(memory)d
-  shared_memory_per_block_optin: %(block_memory)d cuda_compute_capability { major: %(major)d minor: 0 }
+  shared_memory_per_block_optin: %(block_memory)d cuda_compute_capability { major: %(major)d minor: %(minor)d }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA"
@@ -35,11 +35,19 @@ device_description_str: "%(name)s"
 
 
 def _card(
-    name: str, major: int, cores: int, block_memory: int, l2_mib: int, bandwidth: int, memory_gib: int
+    name: str,
+    major: int,
+    cores: int,
+    block_memory: int,
+    l2_mib: int,
+    bandwidth: int,
+    memory_gib: int,
+    minor: int = 0,
 ) -> str:
     return _DESCRIPTION % {
         "name": name,
         "major": major,
+        "minor": minor,
         "cores": cores,
         "block_memory": block_memory,
         "core_memory": block_memory + 1024,
@@ -55,13 +63,22 @@ CARDS = {
     "sm100": _card("NVIDIA B200", 10, 148, 232448, 126, 8000, 180),
 }
 
+OTHER_CARDS = {
+    "sm86": _card("NVIDIA A10", 8, 72, 101376, 6, 600, 24, minor=6),
+    "sm103": _card("NVIDIA B300", 10, 148, 232448, 126, 8000, 288, minor=3),
+}
+"""Cards that kernels claim by their capability, without a column of the support matrix. The first has three fifths of an
+A100's shared memory."""
+
 
 def compile_for(card: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
     """Compile a function for one GPU of the given architecture; returns JAX's compiled program."""
     import jax
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc("", "cuda", topology="1x1x1", target_config=CARDS[card])
+    topology = topologies.get_topology_desc(
+        "", "cuda", topology="1x1x1", target_config=(CARDS | OTHER_CARDS)[card]
+    )
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
@@ -75,7 +92,7 @@ def compile_case(environment: dict[str, str], card: str, case: str, **options: A
 
     Args:
         environment: what `conftest.compile_environment` gives; the log level is raised, to see warnings of ptxas.
-        card: ``"sm80"``, ``"sm90"`` or ``"sm100"``.
+        card: ``"sm80"``, ``"sm90"``, ``"sm100"`` or one of `OTHER_CARDS`.
         case: ``"module:function"``; modules of `tests` are importable.
         options: keyword arguments of the case, as JSON carries them.
 

@@ -107,7 +107,7 @@ def supported_on(
         )
     if not rows_at_once(device, heads=heads, page_size=page_size):
         raise NotImplementedError(
-            f"page_size is {page_size}; {device} has too little shared memory, {_shared_memory(device)} bytes, for pages of "
+            f"page_size is {page_size}; {device} has too little shared memory, {device.shared_memory} bytes, for pages of "
             f"that size beside {heads} heads"
         )
 
@@ -119,7 +119,7 @@ def rows_at_once(device: Device, *, heads: int, page_size: int, fp4: bool = Fals
     scales; this is what the compiler asks for, or a little more.
     """
     query = 2 * HEAD_DIM * heads * (2 if _major(device) == 9 else 1)
-    left = _shared_memory(device) - (3 * HEAD_DIM + 4) * page_size - 64
+    left = device.shared_memory - (3 * HEAD_DIM + 4) * page_size - 64
     products = MAX_PROGRAM_PRODUCTS // score_factors.products(fp4=fp4)
     return max(0, min(MAX_NEW_TOKENS, left // query, MAX_PROGRAM_COLUMNS // heads, products))
 
@@ -127,13 +127,6 @@ def rows_at_once(device: Device, *, heads: int, page_size: int, fp4: bool = Fals
 def _major(device: Device) -> int:
     """The first number of the compute capability; Hopper's where none is known, as in the interpreter."""
     return device.capability[0] if device.capability else 9
-
-
-def _shared_memory(device: Device) -> int:
-    """Bytes of shared memory that a block may have, from CUDA's table of compute capabilities."""
-    if _major(device) == 8:
-        return (163 if device.capability in ((8, 0), (8, 7)) else 99) << 10
-    return (227 if _major(device) < 12 else 99) << 10
 
 
 def paged_logits_decode(

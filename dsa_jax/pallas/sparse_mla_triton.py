@@ -27,6 +27,8 @@ _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 _FLOOR = -1e30
 """Where the running maximum begins: finite, so that a tile without a valid key gives exp2(-inf) and not NaN."""
+_LARGE = {"bf16": 114_816, "nvfp4": 113_792}
+"""Shared memory that Ampere's schedules ask for, the smallest of their forms, where it is more than some cards have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,10 @@ def supported_on(
     if device.capability < (8, 0):
         raise NotImplementedError(f"needs compute capability 8.0 or newer, not {device}")
     blocks(form, latent_dim, rope_dim)
+    if form in _LARGE and device.shared_memory < _LARGE[form]:
+        raise NotImplementedError(
+            f"{form} keys take {_LARGE[form]} bytes of shared memory of a block; {device} has {device.shared_memory}"
+        )
     if page_size is not None and page_size & (page_size - 1):
         raise NotImplementedError(f"page_size is {page_size}; this kernel needs a power of two")
 

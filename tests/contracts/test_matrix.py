@@ -15,7 +15,7 @@ import pytest
 
 from compile_without_gpu import compile_case
 from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, support
-from dsa_jax.compat import target_device
+from dsa_jax.compat import describe, target_device
 from dsa_jax.config import preset
 from dsa_jax.ops import dispatch
 
@@ -162,6 +162,32 @@ def test_every_claim_compiles(compile_environment, card, operation, form):
     result = compile_case(compile_environment, card, case, operation=operation, form=form)
     wanted = CHOSEN[operation, form][list(CARDS).index(card)]
     assert any(wanted in call for call in result.get("calls", [])), result
+
+
+SMALL = describe("gpu", "NVIDIA A10")
+
+
+def test_who_is_chosen_on_a_card_of_less_shared_memory():
+    """As on an A100, but for attention that would ask for more of it than there is."""
+    too_large = [("sparse_mla", "bf16 latents"), ("sparse_mla", "nvfp4 latents")]
+    for line, kernels in kernels_of().items():
+        wanted = "xla" if line in too_large else CHOSEN[line][0]
+        assert support.chosen(line[0], kernels(), SMALL) == wanted, line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("card", "operation", "form"),
+    [("sm86", *line) for line in CHOSEN] + [("sm103", "sparse_mla", "bf16 latents")],
+)
+def test_what_other_cards_get_compiles(compile_environment, card, operation, form):
+    """Contract 3 for cards that the kernels claim by capability alone: whoever is chosen compiles, ptxas included."""
+    case = "contracts.test_matrix:compiled_cell"
+    result = compile_case(compile_environment, card, case, operation=operation, form=form)
+    device = describe("gpu", {"sm86": "NVIDIA A10", "sm103": "NVIDIA B300"}[card])
+    wanted = support.chosen(operation, kernels_of()[operation, form](), device)
+    assert "calls" in result, result
+    assert wanted == "xla" or any(wanted in call for call in result["calls"]), result
 
 
 @pytest.mark.gpu

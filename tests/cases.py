@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dsa_jax import ops
 from dsa_jax.cache import Cache
@@ -26,7 +27,7 @@ IMPLEMENTATIONS: dict[str, tuple[Any, ...]] = {
     "gather_index_k": ("xla", "triton"),
     "paged_mqa_logits": ("xla",),
     "mqa_logits": ("xla",),
-    "topk_indices": ("xla",),
+    "topk_indices": ("xla", pytest.param("triton", marks=pytest.mark.full)),
     "select_tokens": ("xla",),
     "select_rows": ("xla", ("triton", "xla")),
     "to_rows": ("xla",),
@@ -35,7 +36,7 @@ IMPLEMENTATIONS: dict[str, tuple[Any, ...]] = {
 """Implementations that every contract test of an op runs under: names, or sequences of names in order of preference. This
 is the only list: kernels join it here.
 
-Triton kernels run in the interpreter (``contracts/conftest.py``). Kernels that take bfloat16 queries or one form only, and
+Triton kernels run in the interpreter (``contracts/conftest.py``), that of top-k when all tests do. Kernels that take bfloat16 queries or one form only, and
 those of Mosaic, have contracts of their own in ``contracts/*_kernels.py``.
 """
 CARD = describe("gpu", "NVIDIA H200")

@@ -169,6 +169,25 @@ def test_fp4_chooses_nearly_what_fp8_chooses():
     assert 0.80 <= np.mean(overlap) < 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "least"), [("fp8", 0.965), ("fp4", 0.87)])
+def test_what_is_chosen_without_quantisation_is_chosen(form, least):
+    """Recall of the best 2,048 of 16,384 Gaussian keys, 64 heads: measured elsewhere 0.972 and 0.877."""
+    rng, queries = np.random.default_rng(9), 12
+    q, k = keys_of(queries * 64, seed=10), keys_of(16_384, seed=11)
+    weights = rng.normal(size=(queries, 64)).astype(np.float32)
+    q_data, q_scale = ops.quantize_index_k(jnp.asarray(q), form)
+    assert q_scale is not None
+    data, scale = q_data.reshape(queries, 64, -1), q_scale.reshape(queries, 64)
+    query, folded = (data, weights * scale) if form == "fp8" else ((data, scale), jnp.asarray(weights))
+    windows = jnp.zeros(queries, jnp.int32), jnp.full(queries, len(k), jnp.int32)
+    logits = ops.mqa_logits(query, ops.quantize_index_k(jnp.asarray(k), form), folded, *windows)
+    exact = jnp.einsum("qhk,qh->qk", jnp.maximum(jnp.asarray(q @ k.T).reshape(queries, 64, -1), 0), weights)
+    got, want = (np.asarray(ops.topk_indices(x, windows[1], 2_048)) for x in (logits, exact))
+    recall = [len({*a} & {*b}) / 2_048 for a, b in zip(got.tolist(), want.tolist(), strict=True)]
+    assert least <= np.mean(recall) < 1
+
+
 def test_bytes_of_a_token():
     """132 and 68 bytes an indexer layer, in layout and allocated arrays; FP4 takes less than 0.52 of FP8."""
     sizes = {}

@@ -1,4 +1,4 @@
-"""Scores of FP4 keys through the op: every pair of what the kernels take, interpreted on the CPU."""
+"""Scores of FP4 keys through the op: every pair of what the kernels take, interpreted on the CPU and on a card."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import cases
 import paged_pairs
+from card_scores import check_scores
 from dsa_jax.ops import dispatch
 from dsa_jax.pallas import paged_logits_fp4_mosaic
 from dsa_jax.pallas.paged_logits_fp4_mosaic import PagedLogitsFp4Config as Config
@@ -64,3 +65,19 @@ def test_every_value_and_schedule_has_a_case_by_default():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_pair_has_a_case(kernel):
     paged_pairs.check_cover([case for name, case in RUNS if name == kernel])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kernel", "case"), RUNS, ids=str)
+def test_pairs_on_the_card(kernel, case):
+    """The compiled kernels, with the library's own schedules: right, and the same bits 20 times."""
+    arguments, expected = scenario(case.lengths, **case.shape)
+    arguments = paged_pairs.on_cache(case, "fp4", arguments)
+    score = paged_pairs.scorer(kernel)
+    try:
+        first = np.asarray(score(*arguments))
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    check_scores(first, expected, np.isfinite(expected))
+    for _ in range(19):
+        np.testing.assert_array_equal(np.asarray(score(*arguments)), first)

@@ -1,10 +1,10 @@
 """Check and time the paged logits kernel: ``python -m benchmarks.kernel_check [--sweep] [--xla] [--triton] [--json FILE]``.
 
 Without ``--sweep`` the library's own schedule is timed for every problem, with it several are compared. Every schedule is
-compared with the float32 reference, then all schedules of a problem are timed in one profile. Programs are compiled in
-threads while others are timed; the work plan is computed beforehand, as it is once per step in use. Rates are shown as
-shares of the copy rate measured at the start of the run. With ``--xla`` the reference is timed on every problem as well,
-with ``--triton`` the kernel for all cards.
+compared with the float32 reference (of long contexts 512 rows), then all schedules of a problem are timed in one profile.
+Programs are compiled in threads while others are timed; the work plan is computed beforehand, as it is once per step in
+use. Rates are shown as shares of the copy rate measured at the start of the run. With ``--xla`` the reference is timed on
+every problem as well, with ``--triton`` the kernel for all cards.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import xla
 from benchmarks.deepgemm import measure_all
@@ -134,6 +135,11 @@ def check(problem: Problem, built: dict[str, Any]) -> dict:
     return {"diff": float(diff), "misplaced": int(misplaced)}
 
 
+def rows_compared(tokens: int) -> np.ndarray:
+    """Rows of a context that are compared with the reference, which takes one at a time: all of a few, 512 of many."""
+    return np.unique(np.linspace(0, tokens - 1, min(tokens, 512)).astype(np.int32))
+
+
 def time_problem(
     problem: Problem | ContextProblem,
     configs: list[Config],
@@ -148,13 +154,13 @@ def time_problem(
     if isinstance(problem, ContextProblem):
         (*arrays, limits), tables = context_inputs(problem)
         facts = (jnp.zeros_like(limits), limits)
-        want = None
-        if problem.tokens <= 1024:
-            own = jnp.broadcast_to(tables[0], (problem.tokens, problem.width))
-            want = reference(arrays[0][:, None], arrays[1][:, None], *arrays[2:], own, limits[:, None])
+        compared = jnp.asarray(rows_compared(problem.tokens))
+        some = [x[compared][:, None] for x in arrays[:2]]
+        own = jnp.broadcast_to(tables[0], (len(compared), problem.width))
+        want = reference(*some, *arrays[2:], own, limits[compared][:, None])
     else:
         (*arrays, limits), tables = inputs(problem)
-        facts = (limits,)
+        facts, compared = (limits,), slice(None)
         want = reference(*arrays, tables[0], limits)
     repeats = max(1, rounds // len(tables))
     rows, calls = [], []
@@ -165,9 +171,7 @@ def time_problem(
             programs = future.result()
             plans = [programs["plan"](table, *facts) for table in tables]
             run = functools.partial(_run, programs["run"], arrays, tables, facts, plans)
-            first = run(1)
-            want = first if want is None else want
-            diff, misplaced = difference(first, want)
+            diff, misplaced = difference(run(1)[compared], want)
             row |= {"diff": float(diff), "misplaced": int(misplaced)}
             calls.append((row, run))
         except Exception as error:  # one bad schedule must not cost the others their turn
@@ -175,7 +179,7 @@ def time_problem(
     launches = [functools.partial(run, repeats * len(tables)) for _, run in calls]
     timed = list(zip(calls, kernel_times(launches, KERNEL), strict=True))
     if with_triton:
-        timed.append(_time_triton(problem, arrays, tables, facts, want, repeats))
+        timed.append(_time_triton(problem, arrays, tables, facts, (compared, want), repeats))
         rows.append(timed[-1][0][0])
     for (row, _), times in timed:
         if "error" in row:
@@ -195,13 +199,16 @@ def time_problem(
     return rows
 
 
-def _time_triton(problem, arrays, tables, facts, want, repeats: int) -> tuple[tuple[dict, None], list[float]]:
-    """A row for the kernel for all cards, and its times."""
+def _time_triton(
+    problem, arrays, tables, facts, known, repeats: int
+) -> tuple[tuple[dict, None], list[float]]:
+    """A row for the kernel for all cards, and its times; ``known`` are some rows and their scores."""
     row: dict = {"problem": problem.name, "config": None}
+    compared, want = known
     try:
         kernel = triton.paged_logits_prefill if len(facts) == 2 else triton.paged_logits_decode
         call = jax.jit(functools.partial(kernel, page_scale=1, layer_offset=0))
-        diff, misplaced = difference(call(*arrays, tables[0], *facts), want)
+        diff, misplaced = difference(call(*arrays, tables[0], *facts)[compared], want)
         row |= {"diff": float(diff), "misplaced": int(misplaced)}
 
         def launch() -> None:

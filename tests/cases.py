@@ -36,8 +36,8 @@ IMPLEMENTATIONS: dict[str, tuple[Any, ...]] = {
 """Implementations that every contract test of an op runs under: names, or sequences of names in order of preference. This
 is the only list: kernels join it here.
 
-Triton kernels run in the interpreter (``contracts/conftest.py``), that of top-k when all tests do. Kernels that take bfloat16 queries or one form only, and
-those of Mosaic, have contracts of their own in ``contracts/*_kernels.py``.
+Triton kernels run in the interpreter (``contracts/conftest.py``); that of top-k in the full run. Kernels that take
+bfloat16 queries or one form only, and those of Mosaic, have contracts of their own in ``contracts/*_kernels.py``.
 """
 CARD = describe("gpu", "NVIDIA H200")
 """The card that contracts of kernels stand for."""

@@ -11,6 +11,7 @@ import pytest
 
 import cases
 import form_cases
+from card_scores import no_case
 from dsa_jax import Cache, ops, support
 from dsa_jax.compat import target_device
 from dsa_jax.ops import gpu
@@ -51,7 +52,7 @@ def test_kernels(name, shape, far):
             target_device(), heads=shape["heads"], new_tokens=shape["n"], page_size=shape["page_size"]
         )
     except NotImplementedError as reason:
-        pytest.skip(str(reason))
+        no_case(reason)
     arguments, expected = scenario(
         (whole, 0, 1, 63, 64, 65, 0, 257, 255), **shape, key_bytes=far[0], query_bytes=far[1]
     )
@@ -86,7 +87,7 @@ def test_the_op(manager, implementation):
     try:
         got = score(q, weights, cache, layer=2, step=step, implementation=implementation)
     except NotImplementedError as reason:
-        pytest.skip(str(reason))
+        no_case(reason)
     check(got, np.asarray(score(q, weights, cache, layer=2, step=step, implementation="xla")))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cases
-from card_scores import check_scores
+from card_scores import check_scores, no_case
 from dsa_jax import ops, quant
 from dsa_jax.cache import Cache
 from dsa_jax.compat import describe
@@ -44,7 +44,7 @@ def call(op, *arguments, **options):
     try:
         return jax.jit(partial(op, **options))(*arguments)
     except (NotImplementedError, ExceptionGroup) as reason:
-        pytest.skip(str(reason))
+        no_case(reason)
 
 
 # --- 65,535 and 65,536 rows ----------------------------------------------------------------------------------------
@@ -240,11 +240,17 @@ def test_b01_windows_over_far_keys(gibibytes, implementation, form):
     )
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("gibibytes", [2, 4])
 @pytest.mark.parametrize(
-    ("key", "page_bytes"),
-    [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768)],
+    ("key", "page_bytes", "implementation"),
+    [
+        ("bf16", 73_728, "mosaic"),
+        ("fp8_ds_mla", 32_768, "mosaic"),
+        ("bf16", 73_728, "triton"),
+        ("fp8", 36_864, "triton"),
+        ("nvfp4", 18_432, "triton"),
+        ("fp8_ds_mla", 32_768, "triton"),
+    ],
 )
 def test_b01_attention_to_far_pages(gibibytes, key, page_bytes, implementation):
     """One row each, before, at and past the limit: the value that was written there."""

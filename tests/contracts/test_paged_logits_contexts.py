@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from card_scores import check_scores
+from card_scores import check_scores, no_case
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic, paged_logits_triton
 from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
@@ -94,7 +94,7 @@ def test_contexts_on_the_card(kernel):
     try:
         module.supported_on(target_device(), heads=32, new_tokens=1, page_size=64)
     except NotImplementedError as reason:
-        pytest.skip(str(reason))
+        no_case(reason)
     arguments, expected = context_scenario(64)
     call = jax.jit(
         functools.partial(module.paged_logits_prefill, page_scale=SCALE, config=TRITON.get(kernel))

@@ -317,7 +317,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
             nothing = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _PER_KEY)
             score = lax.fori_loop(0, self.heads // _FEW_HEADS * once, of_heads, nothing)
             seen = jnp.where(column < refs.limits[request, j], score, -jnp.inf)
-            self._store(refs, request, first, j, left, seen)
+            refs.out.at[first + j, pl.ds(left, TILE)][...] = seen.astype(self.written)
             return carry
 
         lax.fori_loop(0, self.n * once, of_row, ())

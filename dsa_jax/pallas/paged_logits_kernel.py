@@ -203,8 +203,9 @@ class PagedLogitsKernel:
     def _walk(self, refs: _Refs, share, visit: Callable[..., tuple], *carried):
         """Call ``visit(request, begin, end, segment, count, *carried)`` for every request that the block has tiles of.
 
-        It returns what the next call is given as ``carried``. ``segment`` counts the requests visited, ``count`` the tiles before this request's. The first request's tiles are
-        in the plan, so that nothing else has to be read before work begins.
+        It returns what the next call is given as ``carried``. ``segment`` counts the requests visited, ``count`` the tiles
+        before this request's. The first request's tiles are in the plan, so that nothing else has to be read before work
+        begins.
         """
         first_request, first_tile, first_end, last_request, last_tile = share[:5]
 

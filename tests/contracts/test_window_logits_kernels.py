@@ -176,9 +176,7 @@ def test_the_plan_covers_everything_once_and_evenly(size, keys, blocks):
             begun[block] += right > left == groups[g, 3]
         first, begin, last, end = share[5:]
         for g in range(first, last + 1):
-            before, after, items = map(
-                int, paged_logits_plan.fill_items(groups[g, 3], groups[g, 4], columns)
-            )
+            before, after, items = map(int, paged_logits_plan.fill_items(groups[g, 3], groups[g, 4], columns))
             for item in range(begin if g == first else 0, end if g == last else items):
                 left = (item if item < before else item - before + after) * unit
                 place = np.arange(left, min(left + unit, columns))

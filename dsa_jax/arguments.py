@@ -70,18 +70,23 @@ def returned(operation: str, name: str, result: Any, parts: Sequence[str], fix: 
 
 def is_temperature(value: Any) -> bool:
     """Whether a value is a number of at least 0 that is finite in float32, too."""
-    return is_number(value) and bool(0 <= value <= float(np.finfo(np.float32).max))
+    return is_number(value) and bool(0 <= _python(value) <= float(np.finfo(np.float32).max))
 
 
 def is_scale(value: Any) -> bool:
     """Whether a value is a positive number that float32 holds as a normal one."""
     limits = np.finfo(np.float32)
-    return is_number(value) and bool(float(limits.tiny) <= value <= float(limits.max))
+    return is_number(value) and bool(float(limits.tiny) <= _python(value) <= float(limits.max))
 
 
 def is_mass(value: Any) -> bool:
     """Whether a value is a probability of more than 0, in float32, too: the smallest normal number up to 1."""
-    return is_number(value) and bool(float(np.finfo(np.float32).tiny) <= value <= 1)
+    return is_number(value) and bool(float(np.finfo(np.float32).tiny) <= _python(value) <= 1)
+
+
+def _python(value: Any) -> Any:
+    """A NumPy number as Python's: beside float16, bounds of float32 would be rounded to 0 and infinity."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_seed(value: Any) -> bool:

@@ -391,6 +391,16 @@ SECOND = r"topk_mosaic / H200 / 2.*"
         ({"sparse_mla": {"default": [{"config": {"first": "xla"}}]}}, "sparse_mla / default / 1.*first is 'xla'"),
         ({"append_index_k": {"default": [{"config": {"first": "mosaic"}}]}}, "append_index_k / .*first is 'mosaic'"),
         ({"sparse_mla": {"default": [{"when": {"form": []}, "config": {}}]}}, r"form is \[\], wanted a list of words"),
+        ({"append_index_k": {"": [{"config": {"first": "xla"}}]}}, "append_index_k: a kind of device has no name"),
+        (
+            {"append_index_k": {"H200": [{"when": {"form": ["F32", "bf16"]}, "config": {"first": "xla"}}]}},
+            "append_index_k / H200 / 1: unknown form F32, bf16, wanted fp8, f32, fp4",
+        ),
+        ({"many_row_scores": {"default": [{"config": {"first": "xla"}}]}}, "wanted 'mosaic' or 'triton'. Correct"),
+        (
+            {"paged_logits_mosaic": {"default": [{"config": {"compute_warpgroups": 0}}]}},
+            "compute_warpgroups is 0, wanted a multiple of 1 from 1 to 7",
+        ),
     ],
 )  # fmt: skip
 def test_broken_files_are_refused_by_rule(tmp_path, content, message):
@@ -410,6 +420,17 @@ def test_all_problems_are_told_together(tmp_path):
         tuning.load(tmp_path / "b.json")
     with pytest.raises(FileNotFoundError):
         tuning.load(tmp_path / "none.json")
+    (tmp_path / "c.json").write_text("{}", encoding="utf-16")
+    with pytest.raises(ValueError, match="c.json is no UTF-8.* Save it as UTF-8"):
+        tuning.load(tmp_path / "c.json")
+    (tmp_path / "d.json").write_text('{"sparse_mla": {"H200": [], "H200": []}}')
+    with pytest.raises(ValueError, match="d.json has 'H200' twice in one object"):
+        tuning.load(tmp_path / "d.json")
+    (tmp_path / "e.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="e.json is nested too deeply"):
+        tuning.load(tmp_path / "e.json")
+    with pytest.raises(ValueError, match="path is {}, wanted a file's path or None"):
+        tuning.load({})  # pyright: ignore[reportArgumentType]
 
 
 def test_facts_are_complete():
@@ -438,6 +459,20 @@ def test_facts_are_complete():
         (lambda: sparse_mla_triton.Config(block_keys=48, num_stages=0), "(?=.*block_keys)(?=.*num_stages)"),
         (lambda: sparse_mla_mosaic.Config(compute_registers=232), "copy_registers is 56, wanted .*to 40"),
         (lambda: sparse_mla_mosaic.Config(prefetch=32), "prefetch is 32, wanted 64 or 128 or 256"),
+        (
+            lambda: Fp8(compute_warpgroups=3, stages=4),
+            "stages is 4, wanted None or a multiple of the 3 compute",
+        ),
+        (
+            lambda: Fp8(product_columns=0, query_buffers=3),
+            "(?=.*query_buffers is 3)(?=.*product_columns is 0)",
+        ),
+        (
+            lambda: Fp8(compute_warpgroups=3, registers=(216, 72)),
+            "registers is .*3 times the first .* at most 512",
+        ),
+        (lambda: Fp4(waves=0, kept_weights="all"), "PagedLogitsFp4Config: kept_weights is 'all', wanted int"),
+        (lambda: Fp4(together=0), "together is 0, wanted a multiple of 1 from 1 to 16"),
         (lambda: paged_logits_triton.Config(num_warps=3), "num_warps is 3, wanted a power of two"),
     ],
 )

@@ -154,6 +154,61 @@ def test_lists_are_no_arrays():
             ops.sparse_mla(jnp.zeros((2, 2, 12)), cache, 0, jnp.zeros((2, 3), jnp.int32), scale)
 
 
+def test_descriptions_are_no_arrays():
+    """Nor are objects that look like an array."""
+    cache, meta = setting()
+    step = cases.derive(meta)
+    with refused(
+        "append_index_k: k is a ShapeDtypeStruct, which is no JAX or NumPy array, wanted an array [N, D]"
+    ):
+        ops.append_index_k(cache, 0, jax.ShapeDtypeStruct((2, 8), jnp.float32), step)
+    with refused("append_index_k: k is a _Foreign, which is no JAX or NumPy array, wanted an array [N, D]"):
+        ops.append_index_k(cache, 0, _Foreign(), step)
+    with refused("append_index_k: cache is abstract, it has shapes and no arrays"):
+        ops.append_index_k(Cache.abstract(cache.layout, 4), 0, jnp.zeros((2, 8)), step)
+    with refused("sparse_mla: softmax_scale has shape [2], wanted a scalar"):
+        rows = jnp.zeros((2, 3), jnp.int32)
+        ops.sparse_mla(jnp.zeros((2, 2, cases.LATENT + cases.ROPE)), cache, 0, rows, jnp.ones(2))
+
+
+class _Foreign:
+    """As another library's array of the right shape."""
+
+    shape, dtype = (2, 8), "torch.float32"
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_that_was_donated(name):
+    _, meta = setting()
+    gone = Cache.create(cases.layout(), cases.SLOTS)
+    next(iter(gone.pools().values())).delete()
+    with refused(
+        f"{name}: cache has deleted arrays: it was donated to an earlier call. Go on with the cache that"
+    ):
+        call(name, gone, 0, cases.derive(meta))
+
+
+def test_names_of_forms_rules_and_implementations():
+    keys = jnp.ones((2, 64))
+    with refused("quantize_index_k: k has D = 64, wanted 128. Pass"):
+        ops.quantize_index_k(keys, "fp4")
+    with refused(
+        "quantize_index_k: k has D = 0, wanted at least 1; scale_rule is ['fp32'], wanted 'ue8m0' or"
+    ):
+        ops.quantize_index_k(keys[:, :0], "fp8", scale_rule=["fp32"])
+    with refused("quantize_index_k: form is float32[3], wanted 'fp8' or"):
+        ops.quantize_index_k(keys, jnp.ones(3))
+    with refused("quantize_index_k: implementation is array(['xla']", "wanted None, one of"):
+        ops.quantize_index_k(keys, "fp8", implementation=np.array(["xla"]))
+
+
+def test_a_query_of_fp4_has_its_scales():
+    codes, weights, window = jnp.zeros((1, 2, 64), jnp.uint8), jnp.ones((1, 2)), jnp.zeros(1, jnp.int32)
+    keys = jnp.zeros((3, 64), jnp.uint8), jnp.zeros(3, jnp.int32)
+    with refused("mqa_logits: scales of q is None, wanted an array [N, H]"):
+        ops.mqa_logits((codes, None), keys, weights, window, window + 3)
+
+
 # --- layouts and caches --------------------------------------------------------------------------------------------
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 from jax import Array
 
 from dsa_jax import xla
-from dsa_jax.arguments import described, is_scale
+from dsa_jax.arguments import described
 from dsa_jax.cache import Cache
-from dsa_jax.forms import INDEX_FORMS
+from dsa_jax.forms import INDEX_FORMS, QUANT_BLOCK_SIZE
 from dsa_jax.layout import SCALE_RULES, TIE_RULES, Role
 from dsa_jax.metadata import Step
 from dsa_jax.ops import gpu
@@ -50,11 +49,17 @@ def quantize_index_k(
     problems = Problems("quantize_index_k")
     problems.shape("k", k, (None, None), "N, D")
     problems.dtype("k", k, ("float",))
-    if form not in INDEX_FORMS:
-        problems.note(f"form is {form!r}, wanted {' or '.join(map(repr, INDEX_FORMS))}")
-    for name, rule, known in (("scale_rule", scale_rule, SCALE_RULES), ("tie_rule", tie_rule, TIE_RULES)):
-        if rule not in known:
-            problems.note(f"{name} is {rule!r}, wanted {' or '.join(map(repr, known))}")
+    width = k.shape[1] if getattr(k, "ndim", None) == 2 else None
+    words = (
+        ("form", form, INDEX_FORMS),
+        ("scale_rule", scale_rule, SCALE_RULES),
+        ("tie_rule", tie_rule, TIE_RULES),
+    )
+    for name, word, known in words:
+        if not isinstance(word, str) or word not in known:
+            problems.note(f"{name} is {described(word)}, wanted {' or '.join(map(repr, known))}")
+        elif name == "form" and (width == 0 or (word == "fp4" and width not in (None, QUANT_BLOCK_SIZE))):
+            problems.note(f"k has D = {width}, wanted {QUANT_BLOCK_SIZE if word == 'fp4' else 'at least 1'}")
     problems.raise_if_any("Pass float keys [N, D], one of the index forms and known rules.")
     candidates = (Candidate("xla", xla.quantize_index_k),)
     return dispatch("quantize_index_k", implementation, candidates, k, form, scale_rule, tie_rule)
@@ -136,7 +141,9 @@ def append_latent(
     problems.dtype("k_rope", k_rope, ("float",))
     problems.same_layout(cache, step)
     check_key_scale(problems, cache, key_scale)
-    problems.raise_if_any("Pass one float row per token place of the step's bucket.")
+    problems.raise_if_any(
+        "Pass one float row per token place of the step's bucket, and the key_scale that readers use, if any."
+    )
     check_layer("append_latent", cache, layer, Role.KEY)
     candidates = (*gpu.append_latent(cache), Candidate("xla", xla.append_latent))
     return dispatch(
@@ -152,11 +159,4 @@ def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array |
         problems.note(
             f"key_scale is given, but key_form {cache.layout.key_form!r} has no per-tensor scale: leave it out"
         )
-    if not isinstance(key_scale, (Array, np.ndarray)):
-        if not is_scale(key_scale):
-            problems.note(
-                f"key_scale is {described(key_scale)}, wanted a positive finite number, in float32 too"
-            )
-    else:
-        problems.shape("key_scale", key_scale, (), "")
-        problems.dtype("key_scale", key_scale, ("float",))
+    problems.scale("key_scale", key_scale)

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from dsa_jax.arguments import described, expect
+from dsa_jax.arguments import described, expect, is_scale, plain
 from dsa_jax.cache import Cache
 from dsa_jax.compat import is_traced
 from dsa_jax.layout import CacheLayout, Role
@@ -20,8 +22,18 @@ FIX_STEP = "Pass meta.derive(), called at the top of the jitted step."
 
 
 def check_cache(operation: str, cache: Any) -> None:
-    """Raise ValueError for anything but a cache, before anything looks into it."""
+    """Raise ValueError for anything but a cache with arrays that are there, before anything looks into it."""
     expect(operation, "cache", cache, Cache, FIX_CACHE)
+    for leaf in jax.tree.leaves(cache):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{operation}: cache is abstract, it has shapes and no arrays; wanted one with arrays. {FIX_CACHE}"
+            )
+        if isinstance(leaf, Array) and not is_traced(leaf) and leaf.is_deleted():
+            raise ValueError(
+                f"{operation}: cache has deleted arrays: it was donated to an earlier call. Go on with the cache that this "
+                "call returned, or do not donate."
+            )
 
 
 def check_step(operation: str, step: Any) -> None:
@@ -57,24 +69,45 @@ class Problems:
 
     def shape(self, name: str, array, wanted: Sequence[int | None], letters: str) -> None:
         """Note a shape that differs; None in ``wanted`` matches any size."""
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            self.found.append(f"{name} is {described(array)}, wanted an array [{letters}]")
+        if not _is_array(array):
+            looks_like_one = hasattr(array, "shape") and not isinstance(array, type)
+            came = (
+                f"a {type(array).__name__}, which is no JAX or NumPy array"
+                if looks_like_one
+                else described(array)
+            )
+            self.found.append(f"{name} is {came}, wanted {f'an array [{letters}]' if wanted else 'a scalar'}")
             return
         shape = tuple(array.shape)
         if len(shape) != len(wanted) or any(
             w is not None and s != w for s, w in zip(shape, wanted, strict=False)
         ):
             sizes = ", ".join("any" if w is None else str(w) for w in wanted)
-            self.found.append(f"{name} has shape {list(shape)}, wanted [{letters}] = [{sizes}]")
+            text = f"[{letters}] = [{sizes}]" if wanted else "a scalar"
+            self.found.append(f"{name} has shape {list(shape)}, wanted {text}")
 
     def dtype(self, name: str, array, wanted: Sequence[str]) -> None:
         """Note a dtype that is not one of ``wanted``; ``"float"`` stands for every float of 16 bits or more."""
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        if not _is_array(array):
             return  # ``shape`` says so
         name_of = str(array.dtype)
         is_float = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize >= 2
         if name_of not in wanted and not ("float" in wanted and is_float):
             self.found.append(f"{name} has dtype {name_of}, wanted {' or '.join(wanted)}")
+
+    def scale(self, name: str, value: Any) -> None:
+        """Note what is no positive scalar. Of an array, the value is checked where it is known."""
+        if isinstance(value, (Array, np.ndarray)):
+            self.shape(name, value, (), "")
+            self.dtype(name, value, ("float",))
+            known = not is_traced(value) and (not isinstance(value, Array) or value.is_fully_addressable)
+            if tuple(value.shape) or not jnp.issubdtype(value.dtype, jnp.floating) or not known:
+                return
+            value = float(plain(value))
+        if not is_scale(value):
+            self.found.append(
+                f"{name} is {described(value)}, wanted a positive finite number, in float32 too"
+            )
 
     def same_layout(self, cache: Cache, step: Step) -> None:
         """Note a step that was derived for another cache geometry."""
@@ -103,3 +136,8 @@ class Problems:
         """Raise one ValueError with all problems and the fix, if there are any."""
         if self.found:
             raise ValueError(f"{self.operation}: " + "; ".join(self.found) + f". {fix}")
+
+
+def _is_array(value: Any) -> bool:
+    """Whether JAX takes a value as an array: a description of one, or another library's, has a shape and a dtype, too."""
+    return isinstance(value, (Array, np.ndarray, np.generic)) or hasattr(value, "__jax_array__")

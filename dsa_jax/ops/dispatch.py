@@ -160,7 +160,7 @@ def _names(operation: str, implementation: Choice, candidates: Sequence[Candidat
         wanted: list[str] = [*implementation]
     else:
         wanted = [implementation]
-    unknown = [name for name in wanted if name not in NAMES]
+    unknown = [name for name in wanted if not isinstance(name, str) or name not in NAMES]
     if unknown or not wanted:
         raise ValueError(
             f"{operation}: implementation is {implementation!r}; wanted None, one of {', '.join(map(repr, NAMES))}, or a "

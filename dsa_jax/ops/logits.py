@@ -161,7 +161,9 @@ def check_query(operation: str, q: Query, weights: Array, cache: Cache, layer, s
     problems.shape("weights", weights, (tokens, heads), "N, H")
     problems.dtype("weights", weights, ("float",))
     problems.same_layout(cache, step)
-    problems.raise_if_any("Query and key share one form: quantise the query as the cache's index_form says.")
+    problems.raise_if_any(
+        "Query and key share one form: quantise the query as the cache's index_form says, with one weight per head."
+    )
     check_layer(operation, cache, layer, Role.INDEX_KEY)
     return as_codes(q)
 
@@ -209,7 +211,7 @@ def _check_form(problems: Problems, q: Query, form: str, tokens: int | None, wid
     problems.shape("q", data, (tokens, None, wanted), letters)
     problems.dtype(f"q (keys are {form})", data, ("float",) if form == "f32" else _CODES[form])
     rows, heads, width = data.shape if getattr(data, "ndim", None) == 3 else (tokens, None, width)
-    if form == "fp4" and scale is not None:
+    if form == "fp4" and pair:
         problems.shape("scales of q", scale, (rows, heads), "N, H")
         problems.dtype("scales of q", scale, ("int32",))
     return rows, heads, width

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import numpy as np
 from jax import Array
 
 from dsa_jax import xla
-from dsa_jax.arguments import described, is_scale
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
 from dsa_jax.ops import gpu
@@ -62,14 +59,10 @@ def sparse_mla(
     problems.dtype("q", q, ("float",))
     problems.dtype("rows", rows, ("int32",))
     check_key_scale(problems, cache, key_scale)
-    if isinstance(softmax_scale, (jax.Array, np.ndarray)):
-        problems.shape("softmax_scale", softmax_scale, (), "")
-        problems.dtype("softmax_scale", softmax_scale, ("float",))
-    elif not is_scale(softmax_scale):
-        problems.note(
-            f"softmax_scale is {described(softmax_scale)}, wanted a positive finite number, in float32 too"
-        )
-    problems.raise_if_any("Pass absorbed queries and one row of int32 cache rows per query.")
+    problems.scale("softmax_scale", softmax_scale)
+    problems.raise_if_any(
+        "Pass absorbed queries, one row of int32 cache rows per query and the model's softmax_scale."
+    )
     check_layer("sparse_mla", cache, layer, Role.KEY)
     candidates = (
         *gpu.sparse_mla(cache, q.shape[1], q.dtype, softmax_scale),

@@ -72,6 +72,8 @@ def check_types(make: type, fields: Mapping[str, Any], name: str | None = None) 
 
 
 def _text(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 

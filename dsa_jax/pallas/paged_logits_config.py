@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, multiple_of, one_of
 from dsa_jax.pallas.paged_logits_plan import TILE
 
 HEAD_DIM = 128
@@ -15,6 +16,11 @@ TILES_IN_FLIGHT = 8
 flight, 72.6 with 16 and 80.9 with 24: more make the memory slower, not faster."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one streaming multiprocessor of Hopper gives to its blocks."""
+
+MAX_COMPUTE_WARPGROUPS = 7
+"""A block has at most eight warpgroups, of which one copies."""
+REGISTERS = 512
+"""Registers of a thread in each warpgroup of a multiprocessor, summed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,29 @@ class PagedLogitsConfig:
     kept_weights: int = MAX_COLUMNS
     registers: tuple[int, int] | None = None
     fence: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)  # types first: limits are computed of other fields
+        groups, good = self.compute_warpgroups, multiple_of(8, 24, 240)[0]
+        fits = lambda pair: all(map(good, pair)) and groups * pair[0] + pair[1] <= REGISTERS
+        check_fields(self, compute_warpgroups=multiple_of(1, 1, MAX_COMPUTE_WARPGROUPS))
+        check_fields(
+            self,
+            stages=(
+                lambda stages: stages is None or (stages > 0 and stages % groups == 0),
+                f"None or a multiple of the {groups} compute warpgroups",
+            ),
+            blocks_per_core=multiple_of(1, 1, 32),
+            waves=multiple_of(1, 1),
+            query_buffers=one_of(1, 2),
+            product_columns=multiple_of(8, 8, MAX_COLUMNS),
+            group_columns=multiple_of(8, 8),
+            kept_weights=multiple_of(1),
+            registers=(
+                lambda pair: pair is None or fits(pair),
+                f"None or two multiples of 8 from 24 to 240, {groups} times the first and the second at most {REGISTERS}",
+            ),
+        )
 
 
 def default_config(*, heads: int, new_tokens: int, requests: int, keys: int, cores: int) -> PagedLogitsConfig:

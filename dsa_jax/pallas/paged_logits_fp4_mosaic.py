@@ -18,6 +18,7 @@ from jax import Array
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_fp4_steps as steps
 from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, multiple_of
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, SHARED_MEMORY, PagedLogitsConfig
 from dsa_jax.pallas.paged_logits_fp4_codes import query_codes
 from dsa_jax.pallas.paged_logits_fp4_kernel import PagedLogitsFp4Kernel
@@ -42,6 +43,10 @@ class PagedLogitsFp4Config(PagedLogitsConfig):
 
     kept_weights: int = 128
     together: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, together=multiple_of(1, 1, TILES_IN_FLIGHT))
 
 
 def default_config(*, heads: int, new_tokens: int, requests: int, keys: int) -> PagedLogitsFp4Config:

@@ -27,7 +27,9 @@ from typing import Any, Literal
 
 import jax
 
+from dsa_jax.arguments import described
 from dsa_jax.compat import Device, target_device
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
 from dsa_jax.pallas.config_checks import check_types
 
 DEFAULT = "default"
@@ -69,6 +71,11 @@ class Kernel:
     module: str
     config: str
     facts: tuple[str, ...]
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """What ``form`` may be: a rule about any other would never hold."""
+        return KEY_FORMS if self.facts in (_ATTENTION, KERNELS["sparse_mla"].facts) else INDEX_FORMS
 
     def config_type(self) -> type:
         """The class of the configurations; importing it may import Mosaic or Triton."""
@@ -131,7 +138,8 @@ class Rule:
             check_types(make, fields)
             return make(**fields)
         except ValueError as error:
-            raise ValueError(f"tuning rule {self.name}: {error}. Correct the rule's config.") from None
+            text = str(error).removesuffix(".")
+            raise ValueError(f"tuning rule {self.name}: {text}. Correct the rule's config.") from None
 
 
 Rules = dict[str, dict[str, list[Rule]]]
@@ -186,7 +194,11 @@ def load(path: str | Path | None) -> int:
         ValueError: for a file that is no rules, with every problem and the rules that have them. Nothing is changed then.
     """
     global _loaded
-    rules: Rules = {} if path is None else read(Path(path).read_text(encoding="utf-8"), str(path))
+    if path is not None and not isinstance(path, (str, Path)):
+        raise ValueError(
+            f"tuning: path is {described(path)}, wanted a file's path or None. Pass the name of a file."
+        )
+    rules: Rules = {} if path is None else read(_text(Path(path)), str(path))
     problems = []
     for kernel, rule in each(rules):
         try:
@@ -218,9 +230,15 @@ def read(text: str, source: str) -> Rules:
         ValueError: with all problems: no JSON, an unknown kernel, fact or key, an interval that is none or is empty.
     """
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"tuning: {source} is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"tuning: {source} is nested too deeply, wanted an object of kernels") from None
+    except _Twice as error:
+        raise ValueError(
+            f"tuning: {source} has {error} twice in one object, wanted it once; join the two"
+        ) from None
     problems: list[str] = []
     rules: Rules = {}
     if not isinstance(content, dict):
@@ -231,6 +249,10 @@ def read(text: str, source: str) -> Rules:
             problems.append(f"unknown kernel {kernel!r}, wanted one of {', '.join(KERNELS)}")
         elif not isinstance(kinds, dict) or not all(isinstance(given, list) for given in kinds.values()):
             problems.append(f"{kernel}: wanted an object of lists of rules by kind of device")
+        elif "" in kinds:
+            problems.append(
+                f"{kernel}: a kind of device has no name, wanted one such as 'H200', or {DEFAULT!r}"
+            )
         else:
             rules[kernel] = {
                 kind: [
@@ -262,6 +284,24 @@ def _for_kind(kinds: Mapping[str, list[Rule]], kind: str) -> Iterator[Rule]:
     yield from kinds.get(DEFAULT, ())
 
 
+class _Twice(Exception):
+    """A key that an object of JSON has twice; Python's reader takes the last and forgets the others."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for place, (key, _) in enumerate(pairs):
+        if any(key == other for other, _ in pairs[:place]):
+            raise _Twice(repr(key))
+    return dict(pairs)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tuning: {path} is no UTF-8: {error}. Save it as UTF-8.") from None
+
+
 def _rule(name: str, kernel: str, entry: Any, problems: list[str]) -> Rule:
     """Check one rule; what is wrong goes to `problems`."""
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
@@ -280,6 +320,8 @@ def _rule(name: str, kernel: str, entry: Any, problems: list[str]) -> Rule:
         elif fact == "form":
             if not isinstance(allowed, list) or not allowed or not all(isinstance(x, str) for x in allowed):
                 problems.append(f"rule {name}: {fact} is {allowed!r}, wanted a list of words")
+            elif unknown := sorted({*allowed} - {*(known := KERNELS[kernel].forms)}):
+                problems.append(f"rule {name}: unknown form {', '.join(unknown)}, wanted {', '.join(known)}")
         elif not _is_interval(allowed):
             problems.append(f"rule {name}: {fact} is {allowed!r}, wanted [least, most], null for no bound")
     return Rule(name, {fact: _hashable(allowed) for fact, allowed in when.items()}, entry["config"], why)

@@ -257,7 +257,13 @@ def test_scores_of_64_bits_are_refused():
         ops.topk_indices(logits, jnp.array([3], jnp.int32), 1)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("scale", [1e300, 1e-300, 1e-45, 0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        1e300, 1e-300, 1e-45, 0.0, -1.0, float("nan"), float("inf"),
+        np.float16(0), np.array(1e300), np.array(-1.0), jnp.float32(0), jnp.float32(jnp.nan),
+    ],
+)  # fmt: skip
 def test_scales_that_float32_does_not_hold_are_refused(scale):
     layout = CacheLayout.create(preset("deepseek-v3.2"), layers=(0,), key_form="fp8")
     step = StepMetadata.create(layout, Bucket(decode_requests=1, table_width=1), [[0]], [1], [1]).derive()

@@ -486,3 +486,14 @@ def test_choices_are_hashable():
     config = topk_triton.default_config(64, 32768, 2048)
     assert hash(config) == hash(dataclasses.replace(config))
     assert jax.jit(lambda c: c.tiles[-1], static_argnums=0)(config) == 32768
+
+
+@pytest.mark.parametrize("field", ["product_columns", "group_columns"])
+@pytest.mark.parametrize("config", [Fp8, Fp4])
+def test_columns_hold_the_heads_of_a_token(config, field):
+    count = lambda columns, heads: paged_logits_config.tokens_at_once(
+        config(**{field: columns}), field, heads
+    )
+    assert [count(128, 32), count(128, 64), count(64, 64)] == [4, 2, 1]
+    with pytest.raises(ValueError, match=f"{config.__name__}: {field} is 32, wanted at least the 64 heads"):
+        count(32, 64)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dsa_jax.arguments import described, expect, is_scale, plain
+from dsa_jax.arguments import described, expect, is_scale
 from dsa_jax.cache import Cache
 from dsa_jax.compat import is_traced
 from dsa_jax.layout import CacheLayout, Role
@@ -96,14 +96,13 @@ class Problems:
             self.found.append(f"{name} has dtype {name_of}, wanted {' or '.join(wanted)}")
 
     def scale(self, name: str, value: Any) -> None:
-        """Note what is no positive scalar. Of an array, the value is checked where it is known."""
+        """Note what is no positive scalar. An array on a device keeps its value to itself: reading it would make us wait."""
         if isinstance(value, (Array, np.ndarray)):
             self.shape(name, value, (), "")
             self.dtype(name, value, ("float",))
-            known = not is_traced(value) and (not isinstance(value, Array) or value.is_fully_addressable)
-            if tuple(value.shape) or not jnp.issubdtype(value.dtype, jnp.floating) or not known:
+            if isinstance(value, Array) or value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
                 return
-            value = float(plain(value))
+            value = value.item()
         if not is_scale(value):
             self.found.append(
                 f"{name} is {described(value)}, wanted a positive finite number, in float32 too"

@@ -76,6 +76,20 @@ class PagedLogitsConfig:
         )
 
 
+def tokens_at_once(config: PagedLogitsConfig, field: str, heads: int) -> int:
+    """Tokens whose heads fit the columns of a field, ``"product_columns"`` or ``"group_columns"``.
+
+    Raises:
+        ValueError: if not even those of one token do.
+    """
+    if (columns := getattr(config, field)) < heads:
+        raise ValueError(
+            f"{type(config).__name__}: {field} is {columns}, wanted at least the {heads} heads of a token. Raise it, or "
+            "pass config=None."
+        )
+    return columns // heads
+
+
 def default_config(*, heads: int, new_tokens: int, requests: int, keys: int, cores: int) -> PagedLogitsConfig:
     """The schedule for a shape, by the rules of `tuning`.
 

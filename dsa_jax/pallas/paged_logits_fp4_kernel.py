@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from dsa_jax.pallas import paged_logits_fp4_codes as codes
 from dsa_jax.pallas import paged_logits_fp4_steps as steps
-from dsa_jax.pallas.paged_logits_config import HEAD_DIM
+from dsa_jax.pallas.paged_logits_config import HEAD_DIM, tokens_at_once
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel, weighted_sum
 from dsa_jax.pallas.paged_logits_plan import HEADER, TILE, planned_tiles, whole_tiles
 from dsa_jax.quant.fp4 import GROUPS
@@ -258,7 +258,7 @@ class PagedLogitsFp4Kernel(PagedLogitsKernel):
     def _scores(self, refs, buffer, expand, load_weights):
         """What a stage's tiles give before the keys' scales: for each tile, for each new token, float32[64, 8]."""
         n, heads = self.n, self.heads
-        group = -(-n // -(-n // (self.config.product_columns // heads)))
+        group = -(-n // -(-n // tokens_at_once(self.config, "product_columns", heads)))
         if group < n:  # several products with the same keys
             expanded = [make() for make in expand]
             expand = [lambda t=t: expanded[t] for t in range(self.together)]

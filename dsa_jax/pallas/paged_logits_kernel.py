@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dsa_jax.compat import MOSAIC_STORES_HALF_WORDS
-from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for
+from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, stages_for, tokens_at_once
 from dsa_jax.pallas.paged_logits_fill import Filling
 from dsa_jax.pallas.paged_logits_finish import COLUMNS, Bounds, writes_much
 from dsa_jax.pallas.paged_logits_machine import CARD, FENCED_CARD, INTERPRETER, Machine
@@ -367,7 +367,7 @@ class PagedLogitsKernel:
         As many tokens as fit share one product. `release` is called as soon as the tile has been read for the last time.
         """
         n, heads = self.n, self.heads
-        products_needed = -(-n // (self.config.product_columns // heads))
+        products_needed = -(-n // tokens_at_once(self.config, "product_columns", heads))
         group = -(-n // products_needed)
         half_scale = 0.5 * plgpu.load(refs.tile_scales.at[stage], layout=_PER_KEY, optimized=False)
 

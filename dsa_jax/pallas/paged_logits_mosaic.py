@@ -21,6 +21,7 @@ from dsa_jax.pallas.paged_logits_config import (
     PagedLogitsConfig,
     default_config,
     prefill_config,
+    tokens_at_once,
 )
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
 from dsa_jax.pallas.paged_logits_plan import VISIT, context_groups, work_plan
@@ -205,7 +206,7 @@ def prefill_plan(
     """Work plan, groups and the groups' limits of a step's contexts; arguments as in `paged_logits_prefill`."""
     config = config or prefill_config(heads=heads)
     blocks = blocks or _cores() * config.blocks_per_core * config.waves
-    size = config.group_columns // heads
+    size = tokens_at_once(config, "group_columns", heads)
     groups = context_groups(requests, size=size, most_requests=page_table.shape[0])
     row = jnp.arange(size, dtype=jnp.int32)[None, :]
     token = jnp.minimum(groups[:, 1:2] + row, requests.shape[0] - 1)

@@ -15,7 +15,7 @@ from jax import Array
 
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import paged_logits_mosaic
-from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, prefill_config
+from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, prefill_config, tokens_at_once
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
 from dsa_jax.pallas.paged_logits_plan import TILE, VISIT, fill_items, shares
 
@@ -147,7 +147,8 @@ def window_plan(
     """
     config = config or prefill_config(heads=heads)
     blocks = blocks or (target_device().cores or 132) * config.blocks_per_core * config.waves
-    rows, n = starts.shape[0], min(config.group_columns // heads, starts.shape[0])
+    rows = starts.shape[0]
+    n = min(tokens_at_once(config, "group_columns", heads), rows)
     count = -(-rows // n)
     starts, ends = jnp.clip(starts, 0, keys), jnp.clip(ends, 0, keys)
     empty = starts >= ends

@@ -7,6 +7,8 @@ import importlib
 import jax
 import jax.numpy as jnp
 
+from dsa_jax.pallas import tuning
+
 
 def paged_logits(
     *,
@@ -25,7 +27,7 @@ def paged_logits(
 
     module = importlib.import_module(f"dsa_jax.pallas.paged_logits_{kernel}")
     width, pages = context // page_size, 3 * requests * context // page_size
-    chosen = module.PagedLogitsConfig(**config) if config else None
+    chosen = tuning.Rule("of the case", {}, config).build(module.PagedLogitsConfig) if config else None
 
     def run(q, weights, keys, scales, table, limits, offset):
         device = compat.target_device()
@@ -64,7 +66,7 @@ def paged_logits_prefill(
     name = "many_rows_fp4_mosaic" if (kernel, form) == ("mosaic", "fp4") else f"paged_logits_{kernel}"
     module = importlib.import_module(f"dsa_jax.pallas.{name}")
     width, pages = context // page_size, 3 * requests * context // page_size
-    chosen = module.PagedLogitsConfig(**config) if config else None
+    chosen = tuning.Rule("of the case", {}, config).build(module.PagedLogitsConfig) if config else None
 
     def run(q, weights, keys, scales, table, owners, limits, offset):
         module.supported_on(compat.target_device(), heads=heads, new_tokens=1, page_size=page_size)

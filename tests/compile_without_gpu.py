@@ -1,15 +1,19 @@
 """Compile programs for GPUs that are not there, ptxas included, each in a process of its own.
 
-JAX compiles for a card described by its numbers when the wheels of its CUDA plugin are importable; a bad kernel may abort
-the process, so `compile_case` runs this file as a script. A case is a function ``case(**options) -> (function, shapes)``
-named ``"module:case"``, where the shapes are ``jax.ShapeDtypeStruct`` s of the function's arguments; the numbers of donated
-arguments may follow.
+JAX compiles for a card described by its numbers when the wheels of its CUDA plugin are importable. A bad kernel may abort
+the process, and what ptxas says of a kernel it says once a process, so each case has its own: a child of a server that
+has imported what cases need, seconds that a new interpreter would spend each time. A case is a function
+``case(**options) -> (function, shapes)`` named ``"module:case"``, where the shapes are ``jax.ShapeDtypeStruct`` s of the
+function's arguments; the numbers of donated arguments may follow.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -88,7 +92,7 @@ def compile_for(card: str, function: Callable[..., Any], *shapes: Any, donate: t
 
 
 def compile_case(environment: dict[str, str], card: str, case: str, **options: Any) -> dict[str, Any]:
-    """Compile a case in a subprocess.
+    """Compile a case in a process of its own.
 
     Args:
         environment: what `conftest.compile_environment` gives; the log level is raised, to see warnings of ptxas.
@@ -100,23 +104,62 @@ def compile_case(environment: dict[str, str], card: str, case: str, **options: A
         ``{"temp": bytes, "alias": bytes, "calls": [custom call targets], "fusions": count, "spilled": bool}``, or
         ``{"refused": class and message}`` when tracing or compiling raised, or ``{"died": ...}`` when the process did.
     """
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        done = subprocess.run(
-            [sys.executable, __file__, card, case, json.dumps(options), file.name],
-            env=environment | {"TF_CPP_MIN_LOG_LEVEL": "0"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        content = Path(file.name).read_text()
-    if not content:
-        return {"died": f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
-    spilled = "spilled to local memory" in done.stdout + done.stderr
-    return {**json.loads(content), "spilled": spilled}
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder, "answer"), Path(folder, "log")
+        code = _server(tuple(environment.items()))(card, case, json.dumps(options), str(answer), str(log))
+        said = log.read_text(errors="replace")
+        if not answer.exists():
+            return {"died": f"exit code {code}: {said[-2000:]}"}
+        return {**json.loads(answer.read_text()), "spilled": "spilled to local memory" in said}
+
+
+@functools.cache
+def _server(environment: tuple[tuple[str, str], ...]) -> Callable[..., int]:
+    """Start the server; what is returned has it compile a case, and gives the exit code of the case's process."""
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env=dict(environment) | {"TF_CPP_MIN_LOG_LEVEL": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # each case has its own log
+        text=True,
+    )
+    assert server.stdin is not None and server.stdout is not None
+    lines, answers = server.stdin, server.stdout
+
+    def ask(*case: str) -> int:
+        lines.write(json.dumps(case) + "\n")
+        lines.flush()
+        return int(answers.readline())
+
+    def stop() -> None:
+        lines.close()
+        server.wait()
+        answers.close()
+
+    atexit.register(stop)
+    return ask
+
+
+def _serve() -> None:
+    """Compile the cases that come in, one line each, in children of this process, until the input ends."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    for module in ("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.triton", "compile_cases"):
+        importlib.import_module(module)
+    for line in sys.stdin:
+        *case, log = json.loads(line)
+        # No backend has started here, so a child has all of JAX and none of its threads is missing there.
+        child = os.fork()
+        if not child:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT)
+            for stream in (1, 2):
+                os.dup2(file, stream)
+            _main(*case)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def _main(card: str, case: str, options: str, answer: str) -> None:
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     module, name = case.split(":")
     try:
         function, shapes, *donate = getattr(importlib.import_module(module), name)(**json.loads(options))
@@ -136,4 +179,4 @@ def _main(card: str, case: str, options: str, answer: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

@@ -111,7 +111,7 @@ def races_of(interpreter: types.ModuleType) -> bool:
 def compile_environment() -> dict[str, str]:
     """The environment of a subprocess that compiles GPU programs without a GPU.
 
-    A bad kernel may abort its process, so each compilation belongs in a subprocess:
+    A bad kernel may abort its process, so each compilation belongs in a subprocess, as `compile_case` does it:
     ``subprocess.run([sys.executable, script], env=compile_environment)``. Skips where the wheels are missing.
     """
     environment = dict(os.environ, JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")

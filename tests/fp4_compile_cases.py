@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from dsa_jax.pallas import tuning
+
 
 def paged_logits(
     *,
@@ -24,7 +26,7 @@ def paged_logits(
 
     module = importlib.import_module(f"dsa_jax.pallas.paged_logits_{kernel}")
     width, pages = context // page_size, 3 * requests * context // page_size
-    chosen = module.PagedLogitsFp4Config(**config) if config else None
+    chosen = tuning.Rule("of the case", {}, config).build(module.PagedLogitsFp4Config) if config else None
 
     def run(codes, powers, weights, keys, scales, table, limits, offset):
         module.supported_on(compat.target_device(), heads=heads, new_tokens=new_tokens, page_size=page_size)

@@ -28,7 +28,7 @@ def run(model: Decoder, stage: stages.Stage) -> tuple[jax.Array, dict[str, jax.A
     return total, parts
 
 
-@pytest.fixture(scope="module", params=["dense", "sparse"])
+@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.full), "sparse"])
 def gradients(request) -> dict[str, tuple[float, float]]:
     """Greatest absolute gradient by path, of the language losses and of the divergence."""
     graph, params, rest = nnx.split(one_layer(), nnx.Param, ...)

@@ -59,8 +59,8 @@ class Filling:
         onward = lambda: lax.cond(request < self.share[2], lambda: self._enter(request + 1), lambda: place)
         return lax.cond(row < end, fill, onward)
 
-    def rest(self, place: Place) -> None:
-        """Fill all that is left from a place on."""
+    def rest(self, place: Place | None) -> None:
+        """Fill all that is left from a place on, or all."""
         first_request, first_unit, last_request, last_unit = self.share
 
         def rows(place: Place) -> None:
@@ -69,8 +69,10 @@ class Filling:
 
         @pl.when((first_request < last_request) | (first_unit < last_unit))
         def _():
-            rows(place)
-            lax.fori_loop(place[0] + 1, last_request + 1, lambda request, _: rows(self._enter(request)), None)
+            if place is not None:
+                rows(place)
+            begin = first_request if place is None else place[0] + 1
+            lax.fori_loop(begin, last_request + 1, lambda request, _: rows(self._enter(request)), None)
 
     def _enter(self, request) -> Place:
         """The first of the block's rows of a request."""

@@ -176,7 +176,7 @@ class PagedLogitsKernel:
                 plgpu.set_max_registers(self.config.registers[1], action="decrease")
             filling = self._filling(refs, share)
             segments, count, *place = self._copy_tiles(refs, share, layer_offset, filling)
-            filling.rest(tuple(place) or filling.begin())
+            filling.rest(tuple(place) or None)
             self.machine.drain(refs.query_free, segments, self.config.query_buffers)
             self.machine.drain(refs.free, count, self.stages)
 

@@ -19,7 +19,7 @@ from paged_pairs import CASES
 
 KERNELS = ("mosaic", "triton")
 RUNS = [(kernel, case) for case in CASES for kernel in KERNELS]
-FEW = [CASES[i] for i in (1, 5, 7, 9, 13, 17, 18, 23)]
+FEW = [CASES[i] for i in (0, 1, 3, 6, 11, 12, 16, 18, 22)]
 """What runs by default: with the form as one more factor these are enough, since FP8 keys meet every pair of the others."""
 # Blocks and schedules of the Hopper kernel, in turn.
 SCHEDULES = (

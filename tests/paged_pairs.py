@@ -18,6 +18,7 @@ import numpy as np
 
 import cases
 import form_cases
+from card_scores import check_scores, no_case
 from dsa_jax import ops
 from dsa_jax.cache import Cache
 from dsa_jax.layout import Role
@@ -129,3 +130,14 @@ def scorer(implementation: str, config: Any = None):
     """The compiled op on `LAYER`, with one kernel."""
     score = functools.partial(ops.paged_mqa_logits, implementation=implementation, config=config)
     return jax.jit(lambda q, weights, cache, step: score(q, weights, cache, LAYER, step))
+
+
+def check_on_card(score, arguments, expected: np.ndarray) -> None:
+    """What a card scores is right, and 20 times the same bits."""
+    try:
+        first = np.asarray(score(*arguments))
+    except NotImplementedError as reason:
+        no_case(reason)
+    check_scores(first, expected, np.isfinite(expected))
+    for _ in range(19):
+        np.testing.assert_array_equal(np.asarray(score(*arguments)), first)

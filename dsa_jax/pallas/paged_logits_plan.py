@@ -1,7 +1,9 @@
 """How the work of one paged scoring call is shared out over the blocks of a persistent grid.
 
 The unit is a tile of `TILE` keys of one request, scored for all of its new tokens at once. Counting tiles from the
-first request to the last, every block gets a contiguous share; shares differ by at most one tile, whatever the lengths.
+first request to the last, every block gets a contiguous share; shares differ by at most one tile, whatever the lengths. A
+group of context tokens counts for a tile more than it has, because a block takes as long to go on to it: of a causal triangle
+the first block would have many times the groups of the last.
 The columns beyond a request's last tile are only filled with -inf; they are shared out the same way on their own.
 
 The plan depends on the page table and the lengths, not on the layer, so XLA computes it once for all layers of a step.

@@ -35,6 +35,7 @@ class PagedLogitsConfig:
         query_buffers: requests whose queries are in shared memory at a time, 1 or 2.
         product_columns: most columns (new tokens x heads) of one product, at most 256.
         group_columns: columns of one group of context tokens, a multiple of the heads; decode rows are not regrouped.
+        visit: what going on to another group of context tokens costs a block, in tiles; decode rows have no such price.
         kept_weights: weights (new tokens x heads) that stay in registers over a whole request; more are read for every tile.
         registers: registers of a compute thread and of a copying thread; None leaves the even split.
         fence: order reads of shared memory before the copy engine's next writes with a fence, as the memory model asks;
@@ -48,6 +49,7 @@ class PagedLogitsConfig:
     query_buffers: int = 2
     product_columns: int = MAX_COLUMNS
     group_columns: int = 2 * MAX_COLUMNS
+    visit: int = 1
     kept_weights: int = MAX_COLUMNS
     registers: tuple[int, int] | None = None
     fence: bool = False
@@ -68,6 +70,7 @@ class PagedLogitsConfig:
             query_buffers=one_of(1, 2),
             product_columns=multiple_of(8, 8, MAX_COLUMNS),
             group_columns=multiple_of(8, 8),
+            visit=multiple_of(1),
             kept_weights=multiple_of(1),
             registers=(
                 lambda pair: pair is None or fits(pair),

@@ -24,7 +24,7 @@ from dsa_jax.pallas.paged_logits_config import (
     tokens_at_once,
 )
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
-from dsa_jax.pallas.paged_logits_plan import VISIT, context_groups, work_plan
+from dsa_jax.pallas.paged_logits_plan import context_groups, work_plan
 
 __all__ = [
     "PagedLogitsConfig",
@@ -216,7 +216,7 @@ def prefill_plan(
         page_table[jnp.maximum(groups[:, 0], 0)],
         blocks=blocks,
         page_size=page_size,
-        visit=VISIT,
+        visit=config.visit,
     )
     return shares, groups, group_limits
 

@@ -2,7 +2,7 @@
 
 The unit is a tile of `TILE` keys of one request, scored for all of its new tokens at once. Counting tiles from the
 first request to the last, every block gets a contiguous share; shares differ by at most one tile, whatever the lengths. A
-group of context tokens counts for a tile more than it has, because a block takes as long to go on to it: of a causal triangle
+group of context tokens counts for more tiles than it has, because a block takes time to go on to it: of a causal triangle
 the first block would have many times the groups of the last.
 The columns beyond a request's last tile are only filled with -inf; they are shared out the same way on their own.
 
@@ -23,9 +23,6 @@ FILL = 512
 TRIANGLE_LIMIT = 1024
 """Up to this many requests, running sums are one masked reduction (one small kernel) instead of a scan (several)."""
 
-
-VISIT = 1
-"""What it costs a block to go on to another group of context tokens, in tiles."""
 
 HEADER = 9
 """Numbers of a block's share, see `work_plan`; the slots of its first tiles follow."""

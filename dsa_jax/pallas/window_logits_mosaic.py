@@ -17,7 +17,7 @@ from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import paged_logits_mosaic
 from dsa_jax.pallas.paged_logits_config import HEAD_DIM, PagedLogitsConfig, prefill_config, tokens_at_once
 from dsa_jax.pallas.paged_logits_kernel import PagedLogitsKernel
-from dsa_jax.pallas.paged_logits_plan import TILE, VISIT, fill_items, shares
+from dsa_jax.pallas.paged_logits_plan import TILE, fill_items, shares
 
 _NOWHERE = 1 << 30
 """Start of an empty window: beyond every column."""
@@ -158,7 +158,7 @@ def window_plan(
     end_tile = (jnp.max(ends, axis=1) + (TILE - 1)) // TILE
     first_tile = jnp.minimum(jnp.min(starts, axis=1) // TILE, end_tile)  # no tiles: both are 0
     *_, fill = fill_items(first_tile, end_tile, -(-keys // TILE) * TILE)
-    work, _ = shares(first_tile, end_tile, fill, blocks=blocks, visit=VISIT)
+    work, _ = shares(first_tile, end_tile, fill, blocks=blocks, visit=config.visit)
     first_row = jnp.arange(count, dtype=jnp.int32) * n
     groups = [
         jnp.zeros_like(first_row),

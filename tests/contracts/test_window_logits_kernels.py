@@ -12,6 +12,7 @@ import pytest
 import cases
 from dsa_jax.compat import Device
 from dsa_jax.pallas import (
+    paged_logits_mosaic,
     paged_logits_plan,
     paged_logits_triton,
     window_logits_mosaic,
@@ -197,6 +198,19 @@ def test_the_plan_covers_everything_once_and_evenly(size, keys, blocks):
         wanted = (seen.min() // tile, seen.max() // tile + 1) if seen.size else (begin, begin)
         assert (begin, end) == wanted
     assert limits.shape == (len(groups), 2 * size)
+
+
+@pytest.mark.parametrize(("visit", "cut"), [(0, (63, 1)), (1, (48, 0)), (3, (40, 0))])
+def test_groups_have_their_price(visit, cut):
+    """63 rows see a tile and one 64, for two blocks: halves of 127 tiles, of 63 x 2 + 65 and of 63 x 4 + 67."""
+    ends = jnp.asarray([64] * 63 + [4096], jnp.int32)
+    config = PagedLogitsConfig(group_columns=32, visit=visit)
+    some: dict = dict(heads=32, config=config, blocks=2)
+    of_windows, *_ = window_logits_mosaic.window_plan(jnp.zeros_like(ends), ends, keys=4096, **some)
+    table, requests = jnp.arange(64)[None], jnp.zeros(64, jnp.int32)
+    of_contexts, *_ = paged_logits_mosaic.prefill_plan(table, requests, ends, page_size=64, **some)
+    for work in map(np.asarray, (of_windows, of_contexts)):
+        assert tuple(work[0, 3:5]) == tuple(work[1, :2]) == cut
 
 
 HOPPER = Device("gpu", "NVIDIA H200", (9, 0), 132)

@@ -66,16 +66,13 @@ class Kernel:
         module: where the class of its configurations is, in ``dsa_jax.pallas``.
         config: the name of that class.
         facts: names of the numbers and words that conditions may use.
+        forms: what the word ``form`` may be; a rule about any other would never hold.
     """
 
     module: str
     config: str
     facts: tuple[str, ...]
-
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """What ``form`` may be: a rule about any other would never hold."""
-        return KEY_FORMS if self.facts in (_ATTENTION, KERNELS["sparse_mla"].facts) else INDEX_FORMS
+    forms: tuple[str, ...] = INDEX_FORMS
 
     def config_type(self) -> type:
         """The class of the configurations; importing it may import Mosaic or Triton."""
@@ -96,9 +93,9 @@ KERNELS = {
     ),
     "topk_mosaic": Kernel("topk_mosaic", "Config", _TOPK),
     "topk_triton": Kernel("topk_triton", "Config", (*_TOPK, "k", "programs_per_core")),
-    "sparse_mla": Kernel("tuning", "Preference", ("form", "heads")),
-    "sparse_mla_mosaic": Kernel("sparse_mla_mosaic", "Config", _ATTENTION),
-    "sparse_mla_triton": Kernel("sparse_mla_triton", "Config", _ATTENTION),
+    "sparse_mla": Kernel("tuning", "Preference", ("form", "heads"), KEY_FORMS),
+    "sparse_mla_mosaic": Kernel("sparse_mla_mosaic", "Config", _ATTENTION, KEY_FORMS),
+    "sparse_mla_triton": Kernel("sparse_mla_triton", "Config", _ATTENTION, KEY_FORMS),
 }
 """Kernels, and choices between them, by the names that rules have. ``many_row_scores`` chooses for contexts and windows:
 ``products`` are rows x keys x heads, and all rows of windows are of one request. ``columns`` of scores are heads x new

@@ -28,7 +28,7 @@ from jax import Array, lax
 from benchmarks import xla
 from benchmarks.paged_logits import HEAD_DIM, ContextProblem, Problem, context_inputs, difference
 from benchmarks.paged_logits import inputs as fp8_inputs
-from benchmarks.timing import device_times, kernel_times, require_card, require_match
+from benchmarks.timing import device_times, kernel_times, queue, require_card, require_match
 from dsa_jax import quant
 from dsa_jax.pallas import many_rows_fp4_mosaic as many_rows
 from dsa_jax.pallas import paged_logits_fp4_mosaic as mosaic
@@ -260,12 +260,10 @@ def time_contexts(problem: ContextProblem, rounds: int, with_xla: bool) -> list[
 
 
 def _run(program, arrays, tables, limits, plans, count: int):
-    """Queue some calls, going through the page tables."""
-    for i in range(count):
-        j = i % len(tables)
-        options = {"plan": plans[j]} if plans else {}
-        out = program(*arrays, tables[j], limits, **options)
-    return out
+    """Queue some calls, going through the page tables; returns the last result."""
+    options = [{"plan": plan} for plan in plans] if plans else [{}] * len(tables)
+    turns = (i % len(tables) for i in range(count))
+    return queue(functools.partial(program, *arrays, tables[i], limits, **options[i]) for i in turns)
 
 
 def line(row: dict) -> str:

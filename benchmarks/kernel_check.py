@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import xla
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
-from benchmarks.timing import copy_rate, kernel_times, require_card, require_match
+from benchmarks.timing import copy_rate, kernel_times, queue, require_card, require_match
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas import paged_logits_triton as triton
@@ -212,8 +212,7 @@ def _time_triton(
         row |= {"diff": float(diff), "misplaced": int(misplaced)}
 
         def launch() -> None:
-            for i in range(repeats * len(tables)):
-                call(*arrays, tables[i % len(tables)], *facts)
+            queue([functools.partial(call, *arrays, table, *facts) for table in tables] * repeats)
 
         return (row, None), kernel_times([launch], KERNEL + "_triton")[0]
     except Exception as error:  # the other kernel's times are worth keeping
@@ -222,10 +221,10 @@ def _time_triton(
 
 
 def _run(program, arrays, tables, facts, plans, count: int):
-    """Queue some calls, going through the page tables; returns the first table's result if there is one call."""
-    for i in range(count):
-        out = program(*arrays, tables[i % len(tables)], *facts, plan=plans[i % len(tables)])
-    return out
+    """Queue some calls, going through the page tables; returns the last result."""
+    sets = [(table, *facts) for table in tables]
+    turns = (i % len(tables) for i in range(count))
+    return queue(functools.partial(program, *arrays, *sets[i], plan=plans[i]) for i in turns)
 
 
 def line(row: dict) -> str:

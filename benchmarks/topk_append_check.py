@@ -311,7 +311,7 @@ def reference_in_place(title: str, all_layers: Callable, state: tuple[jax.Array,
     """As `xla.timed` for one layer of a program that is donated its state."""
     try:
         step = jax.jit(all_layers, donate_argnums=0).lower(state).compile()
-        if reason := xla.too_large(step, 1):
+        if reason := xla.too_large(step):
             return xla.left_out(title, reason)
         return {"xla": xla.total(times_in_place(step, state)) / LAYERS}
     except Exception as error:

@@ -87,20 +87,20 @@ def timed(name: str, call: Callable[..., Any], arguments: Sequence[tuple]) -> di
     arguments = arguments[:MOST_CALLS]
     try:
         program = jax.jit(call).lower(*arguments[0]).compile()
-        if reason := too_large(program, len(arguments)):
+        if reason := too_large(program):
             return left_out(name, reason)
         return {"xla": total(device_times(program, arguments, rounds=1))}
     except Exception as error:  # the reference must not cost the kernels their turn
         return left_out(name, f"{type(error).__name__}: {str(error)[:200]}")
 
 
-def too_large(program: Any, calls: int) -> str:
-    """Why a compiled program must not run: its temporaries, and the results of all calls in the queue. Empty if it may."""
+def too_large(program: Any) -> str:
+    """Why a compiled program must not run: its temporaries and two results. Empty if it may."""
     memory = program.memory_analysis()
     if memory is None:
         return "the compiler does not say how much memory it needs"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    needed, allowed = memory.temp_size_in_bytes + calls * results, MOST_BYTES
+    needed, allowed = memory.temp_size_in_bytes + 2 * results, MOST_BYTES
     if card := jax.devices()[0].memory_stats():
         allowed = min(allowed, card.get("bytes_limit", allowed) - card.get("bytes_in_use", 0))
     return f"it needs {needed / 1e9:.1f} GB, at most {allowed / 1e9:.1f} allowed" if needed > allowed else ""

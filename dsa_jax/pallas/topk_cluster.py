@@ -78,7 +78,9 @@ class _Source:
             self._found = m.row_of("found", row, spans * plan.kept)
         if plan.page_size:
             request = m.load(m.at(m.row_of("requests", row, 1), 0))
-            self._table = m.row_of("page_table", m.select(request > 0x7FFFFFFF, 0, request), plan.pages)
+            # A request that the table lacks has no pages, so nothing is loaded of the line that its number would make.
+            self._pages = m.select(request < plan.requests, plan.pages, 0)
+            self._table = m.row_of("page_table", request, plan.pages)
 
     def position(self, index: Any, where: Any) -> Any:
         """Position in the row of a score's index."""
@@ -87,11 +89,11 @@ class _Source:
         return self.m.load(self.m.at(self._found, index), where=where)
 
     def result(self, position: Any, where: Any) -> Any:
-        """What stands for a position in the result: itself, or its row in the cache."""
+        """What stands for a position in the result: itself, or its row in the cache, -1 where the table has no page."""
         if self._table is None:
             return position
-        m, size = self.m, self.plan.page_size
-        slot = m.load(m.at(self._table, position // size), where=where)
+        m, size, page = self.m, self.plan.page_size, position // self.plan.page_size
+        slot = m.load(m.at(self._table, page), where=where & (page < self._pages), into=m.variable(_TOP))
         return m.select(slot > 0x7FFFFFFF, _TOP, slot * size + (position & (size - 1)))
 
     def loader(self, index: Any) -> Callable[..., Any]:

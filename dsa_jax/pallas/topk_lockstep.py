@@ -231,9 +231,10 @@ class LockstepMachine:
         # An index outside of the array raises here.
         found = array[place]
         value[active] = (found if array.dtype == np.int32 else found.astype(np.float32)).view(np.uint32)
-        if into is not None:
-            into.set(Number(value), where)
-        return Number(value)
+        if into is None:
+            return Number(value)
+        into.set(Number(value), where)
+        return into.get()
 
     def store(self, pointer: Pointer, value: Number | int, where: Flag | None = None) -> None:
         """Write to global memory."""

@@ -115,8 +115,9 @@ def topk(
         k: entries per row, 1 to 2,048.
         page_table: int32`[R, W]` slots. With it the result holds rows `slot * page_size + offset` instead of positions,
             which saves the launch of a conversion. Every page below the limit must be there; one that is not (a
-            negative slot) leaves -1 in place.
-        requests: int32`[N]`, the line of the page table of each row; needed with `page_table`.
+            negative slot, a column beyond the table) leaves -1 in place.
+        requests: int32`[N]`, the line of the page table of each row; needed with `page_table`. A row whose request is
+            none of the R gives -1.
         page_size: tokens of a page, a power of two; needed with `page_table`.
         config: layout on the card, `default_config` if None.
         interpret: run in NumPy, in lockstep; None does so where the target is no GPU.
@@ -131,7 +132,7 @@ def topk(
     if k > MAX_K:
         raise NotImplementedError(f"topk (Mosaic): k is {k}; this kernel selects at most {MAX_K}")
     paging = Paging.of(page_table, requests, page_size)
-    if rows == 0 or columns == 0:
+    if rows == 0 or columns == 0 or (paging and paging.page_table.size == 0):
         return jnp.full((rows, k), -1, jnp.int32)
     device = target_device()
     config = config or default_config(rows, columns, device.cores or 132)
@@ -181,7 +182,8 @@ def _launch(operands: dict[str, Array], plan: Plan, paging: Paging | None, inter
     programs = operands["logits"].shape[0] * plan.spans
     if paging:
         operands = operands | {"page_table": paging.page_table, "requests": paging.requests}
-        plan = dataclasses.replace(plan, page_size=paging.page_size, pages=paging.page_table.shape[1])
+        count, width = paging.page_table.shape
+        plan = dataclasses.replace(plan, page_size=paging.page_size, requests=count, pages=width)
     if interpret:
         return topk_lockstep.run(
             functools.partial(select_row, plan=plan), operands, programs=programs, k=plan.k,

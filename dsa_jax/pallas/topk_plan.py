@@ -26,7 +26,7 @@ class Plan:
         short_threads: threads of the program for short rows, 0 for none.
         short_items: scores of each of them, at most 32.
         page_size: the result holds cache rows of pages this large, a power of two; 0 for positions.
-        pages: pages of a request in the page table.
+        requests, pages: lines of the page table, and pages of each.
     """
 
     k: int
@@ -43,6 +43,7 @@ class Plan:
     short_threads: int = 0
     short_items: int = 0
     page_size: int = 0
+    requests: int = 0
     pages: int = 0
 
     @property

@@ -287,11 +287,14 @@ def _store_finds(work: _Work, source: _Source, column: Array, take: Array, rank:
 
 
 def _result(shape: Shape, refs: dict[str, Any], row: Array, position: Array, mask: Array) -> Array:
-    """What stands for a position in the result: itself, or its row in the cache."""
+    """What stands for a position in the result: itself, or its row in the cache, -1 where the table has no page."""
     if not shape.page_size:
         return position
-    request = jnp.maximum(pltriton.load(refs["requests"].at[row]), 0)
+    count, width = refs["page_table"].shape
+    request = pltriton.load(refs["requests"].at[row])
     page = lax.shift_right_logical(position, jnp.full_like(position, shape.page_size.bit_length() - 1))
+    # What the table lacks is not loaded: the address could lie anywhere.
+    mask &= (request >= 0) & (request < count) & (page < width)
     slot = pltriton.load(refs["page_table"].at[request, page], mask=mask, other=-1)
     return jnp.where(slot >= 0, slot * shape.page_size + (position & (shape.page_size - 1)), -1)
 

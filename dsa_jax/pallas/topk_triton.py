@@ -155,8 +155,9 @@ def topk(
         k: entries per row, 1 to 2,048.
         page_table: int32`[R, W]` slots. With it the result holds rows `slot * page_size + offset` instead of positions,
             which saves the launch of a conversion. Every page below the limit must be there; one that is not (a
-            negative slot) leaves -1 in place.
-        requests: int32`[N]`, the line of the page table of each row; needed with `page_table`.
+            negative slot, a column beyond the table) leaves -1 in place.
+        requests: int32`[N]`, the line of the page table of each row; needed with `page_table`. A row whose request is
+            none of the R gives -1.
         page_size: tokens of a page, a power of two; needed with `page_table`.
         config: layout on the card, `default_config` if None.
         interpret: run as XLA operations; None does so where the target is no GPU.
@@ -171,11 +172,11 @@ def topk(
     rows, columns = logits.shape
     if k > MAX_K:
         raise NotImplementedError(f"topk (Triton): k is {k}; this kernel selects at most {MAX_K}")
-    if rows == 0 or columns == 0:
+    paging = Paging.of(page_table, requests, page_size)
+    if rows == 0 or columns == 0 or (paging and paging.page_table.size == 0):
         return jnp.full((rows, k), -1, jnp.int32)
     first, *merges = levels(config or default_config(rows, columns, k), columns, k)
     interpret = interpret_here() if interpret is None else interpret
-    paging = Paging.of(page_table, requests, page_size)
     result, *finds = _launch(logits, limits, k, first, interpret, paging)
     merged = (first.columns,)
     for config in merges:

@@ -39,6 +39,9 @@ KERNELS = {name: partial(topk_triton.topk, config=config) for name, config in CO
 }
 
 
+MOSAIC = [kernel for name, kernel in KERNELS.items() if name.startswith("mosaic")]
+
+
 def model(row: np.ndarray, limit: int, k: int) -> np.ndarray:
     """Selection by a stable sort in float64: NaN last, then the greatest, then the lowest position."""
     row = row[: min(max(limit, 0), len(row))].astype(np.float64)
@@ -242,23 +245,46 @@ def test_large_tied_group(module):
     ],
 )
 def test_cache_rows(kernel, width):
-    """Positions translated through the page table of each row's request; a page that is not there leaves -1."""
+    """Positions translated through the page table of each row's request; a page that is not there leaves -1 (B24)."""
     rng, page_size = np.random.default_rng(3), 16
-    logits = rng.normal(size=(5, width)).astype(np.float32)
-    limits, requests = np.array([width, 5, 170, 0, width], np.int32), np.array([1, 0, 0, -1, 2], np.int32)
-    table = rng.permutation(240)[: 3 * 64].reshape(3, 64).astype(np.int32)
+    limits = np.array([width, 5, 170, 0, width, width, 5, width], np.int32)
+    requests = np.array(
+        [1, 0, 0, -1, 2, 3, -1, 2**31 - 1], np.int32
+    )  # the last three are none of the table's
+    logits = rng.normal(size=(len(limits), width)).astype(np.float32)
+    table = rng.permutation(240)[: 3 * 30].reshape(3, 30).astype(np.int32)
     table[2, 4] = -1
     logits[4, 64:67] = 50  # three of the best lie on the missing page
+    logits[4, 479:482] = 50  # and two beyond the table
     paging = dict(page_table=jnp.asarray(table), requests=jnp.asarray(requests), page_size=page_size)
     got = kernel(jnp.asarray(logits), jnp.asarray(limits), K, **paging)
+    wanted = np.full((len(limits), K), -1)
     for row in range(5):
-        positions = model(logits[row], int(limits[row]), K)
-        slots = np.where(positions >= 0, table[requests[row], positions // page_size], -1)
-        np.testing.assert_array_equal(
-            got[row], np.where(slots >= 0, slots * page_size + positions % page_size, -1)
-        )
+        for i, position in enumerate(model(logits[row], int(limits[row]), K)):
+            page = position // page_size
+            if 0 <= page < 30 and table[requests[row], page] >= 0:
+                wanted[row, i] = table[requests[row], page] * page_size + position % page_size
+    np.testing.assert_array_equal(got, wanted)
+    assert (wanted[4] < 0).sum() >= 5
     with pytest.raises(ValueError, match="Pass all three or none"):
         kernel(jnp.asarray(logits), jnp.asarray(limits), K, page_size=page_size)
+
+
+@pytest.mark.parametrize("kernel", [partial(topk_triton.topk, config=Config((128,), 1)), *MOSAIC])
+def test_cache_rows_outside_of_the_table(kernel):
+    """By hand, of ties: a request or a column that the table lacks gives -1, and never what lies elsewhere in it (B24)."""
+    table = jnp.array([[2, 5, 7], [3, -1, 1]], jnp.int32)
+    requests = [0, 1, 2, -1, 2**31 - 1, -(2**31), 0, 2]
+    limits = [128] * 6 + [10, 10]  # the last two are no longer than k
+    arguments = jnp.zeros((8, 128)), jnp.array(limits, jnp.int32), 16
+    paging = dict(requests=jnp.array(requests, jnp.int32), page_size=4)
+    got = kernel(*arguments, page_table=table, **paging)
+    nothing = [-1] * 4
+    whole = [*range(8, 12), *range(20, 24), *range(28, 32), *nothing]
+    holed = [*range(12, 16), *nothing, *range(4, 8), *nothing]
+    short = [*whole[:10], *[-1] * 6]
+    assert got.tolist() == [whole, holed, *[nothing * 4] * 4, short, nothing * 4]
+    assert kernel(*arguments, page_table=table[:0], **paging).tolist() == [nothing * 4] * 8
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -382,7 +408,7 @@ def test_compiles(compile_environment, card, rows, columns, launches):
 def test_cluster_compiles(compile_environment, rows, columns, launches):
     """One launch up to 131,072 columns, without spilled registers; the finds of spans are the only workspace."""
     case = "contracts.test_topk_kernels:compiled_case"
-    options = dict(rows=rows, columns=columns, paged=columns == 131_072, module="mosaic")
+    options = dict(rows=rows, columns=columns, paged=columns > 8_192, module="mosaic")
     result = compile_case(compile_environment, "sm90", case, **options)
     assert len(result.get("calls", [])) == launches, result
     assert not result["spilled"]

@@ -270,21 +270,31 @@ def test_cache_rows(kernel, width):
         kernel(jnp.asarray(logits), jnp.asarray(limits), K, page_size=page_size)
 
 
-@pytest.mark.parametrize("kernel", [partial(topk_triton.topk, config=Config((128,), 1)), *MOSAIC])
-def test_cache_rows_outside_of_the_table(kernel):
-    """By hand, of ties: a request or a column that the table lacks gives -1, and never what lies elsewhere in it (B24)."""
+def check_outside_of_the_table(topk, columns: int, limit: int, times: int = 1) -> None:
+    """By hand, of ties: a request or a column that the table lacks gives -1, and never what lies elsewhere in it (B24).
+
+    Args:
+        topk: the kernel.
+        columns, limit: of the rows that are longer than k, which is 16.
+        times: how often the eight rows are repeated.
+    """
     table = jnp.array([[2, 5, 7], [3, -1, 1]], jnp.int32)
-    requests = [0, 1, 2, -1, 2**31 - 1, -(2**31), 0, 2]
-    limits = [128] * 6 + [10, 10]  # the last two are no longer than k
-    arguments = jnp.zeros((8, 128)), jnp.array(limits, jnp.int32), 16
+    requests = [0, 1, 2, -1, 2**31 - 1, -(2**31), 0, 2] * times
+    limits = ([limit] * 6 + [10, 10]) * times
+    arguments = jnp.zeros((8 * times, columns)), jnp.array(limits, jnp.int32), 16
     paging = dict(requests=jnp.array(requests, jnp.int32), page_size=4)
-    got = kernel(*arguments, page_table=table, **paging)
+    got = topk(*arguments, page_table=table, **paging)
     nothing = [-1] * 4
     whole = [*range(8, 12), *range(20, 24), *range(28, 32), *nothing]
     holed = [*range(12, 16), *nothing, *range(4, 8), *nothing]
     short = [*whole[:10], *[-1] * 6]
-    assert got.tolist() == [whole, holed, *[nothing * 4] * 4, short, nothing * 4]
-    assert kernel(*arguments, page_table=table[:0], **paging).tolist() == [nothing * 4] * 8
+    assert got.tolist() == [whole, holed, *[nothing * 4] * 4, short, nothing * 4] * times
+    assert topk(*arguments, page_table=table[:0], **paging).tolist() == [nothing * 4] * 8 * times
+
+
+@pytest.mark.parametrize("kernel", [partial(topk_triton.topk, config=Config((128,), 1)), *MOSAIC])
+def test_cache_rows_outside_of_the_table(kernel):
+    check_outside_of_the_table(kernel, 128, 128)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -15,7 +15,7 @@ import pytest
 import cases
 import form_cases
 from card_scores import check_scores
-from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, quant, support
+from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, quant, support, xla
 from dsa_jax.compat import target_device
 from dsa_jax.config import preset
 from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
@@ -333,17 +333,26 @@ def test_append_copies_no_pool(index, key):
 
 @pytest.mark.parametrize(("page_size", "next_n", "k", "rows"), [(64, 1, 2048, 1000), (32, 2, 64, 5)])
 def test_rows_of_a_selection(page_size, next_n, k, rows):
-    """Rows in one go are the rows of the positions, whole and in chunks of so many rows."""
+    """Rows in one go, whole and in chunks of so many rows, are those of the reference, and those of the positions.
+
+    Queries, keys and weights are small whole numbers, so that scores are exact however they are summed, and full of ties.
+    """
     cache, meta, q, weights = decode_case("v2", page_size, next_n, 64, seed=3)
+    rng, whole = np.random.default_rng(3), np.array([0xB8, 0x00, 0x38], np.uint8)  # -1, 0, 1
+    keys = jnp.asarray(rng.choice(whole, cache.pages("index_key").shape))
+    cache = cache.replace_pages(index_key=keys, index_scale=jnp.ones_like(cache.pages("index_scale")))
+    q, weights = rng.choice(whole, q.shape), rng.integers(-2, 3, weights.shape).astype(np.float32)
     budget = rows * meta.bucket.table_width * page_size * 4
 
-    def both(cache, meta, q, weights):
-        step, arguments = meta.derive(), (q, weights, cache, LAYER)
-        local = ops.select_tokens(*arguments, step, k, score_budget=budget)
-        return ops.select_rows(*arguments, step, k, score_budget=budget), ops.to_rows(local, step), local
+    def select(cache, meta, q, weights, **how):
+        step, arguments = meta.derive(), (jnp.asarray(q), jnp.asarray(weights), cache, LAYER)
+        local = ops.select_tokens(*arguments, step, k, **how)
+        return ops.select_rows(*arguments, step, k, **how), xla.to_rows(local, step), local
 
-    got, want, local = on_card(both, cache, meta, q, weights)
+    got, of_positions, local = on_card(select, cache, meta, q, weights, score_budget=budget)
+    want, *_ = on_card(select, cache, meta, q, weights, implementation="xla")
     np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(of_positions, want)
     assert (np.asarray(got) != np.asarray(local)).any()
     assert ((np.asarray(got) >= 0).sum(axis=1) == np.minimum(np.asarray(limits_of(meta)), k)).all()
 

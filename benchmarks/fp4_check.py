@@ -1,10 +1,13 @@
 """Check and time paged scores of FP4 keys: ``python -m benchmarks.fp4_check [--sweep] [--xla] [--json FILE]``.
 
 Every schedule is compared with a float32 reference on decoded values, ragged requests, exceptional scales and all, then
-timed in one profile; the kernel of FP8 keys is timed on the same shape in the same run. A kernel's time is without the work
-plan, which is made once per step, and without the re-expression of the queries, which `total` has. Contexts are scored by
-the kernel of FP8 keys, with the expansion of queries and keys in `total`, and by the kernel for all cards. With ``--xla``
-the reference is timed on every problem as well.
+timed in one profile; the kernel of FP8 keys is compared and timed on the same shape in the same run. A kernel's time is
+without the work plan, which is made once per step, and without the re-expression of the queries, which `total` has. Contexts
+are scored by the kernel of FP8 keys, with the expansion of queries and keys in `total`, and by the kernel for all cards.
+Bytes are those of keys and scales read and scores written (of contexts the scores alone), operations those of visible keys;
+each line has its share of the nearer ceiling, both measured at the start of the run (see `rates`; FP4 values are multiplied
+as FP8). Pages of decode problems rotate through more than the L2 cache, contexts take turns in two page tables. With
+``--xla`` the reference is timed on every problem as well, after the kernels.
 """
 
 from __future__ import annotations
@@ -25,9 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from benchmarks import xla
-from benchmarks.paged_logits import HEAD_DIM, ContextProblem, Problem, context_inputs, difference
-from benchmarks.paged_logits import inputs as fp8_inputs
+from benchmarks import paged_logits, rates, xla
+from benchmarks.paged_logits import HEAD_DIM, UNTUNED, ContextProblem, Problem, context_inputs, difference
 from benchmarks.timing import device_times, kernel_times, queue, require_card, require_match
 from dsa_jax import quant
 from dsa_jax.pallas import many_rows_fp4_mosaic as many_rows
@@ -37,6 +39,8 @@ from dsa_jax.pallas import paged_logits_triton as triton
 from dsa_jax.pallas.paged_logits_fp4_mosaic import PagedLogitsFp4Config as Config
 
 BOUND = 5e-6
+KEY_BYTES = {"fp8": HEAD_DIM + 4, "mosaic": HEAD_DIM // 2 + 4, "triton": HEAD_DIM // 2 + 4}
+"""Of a key with its scales, as each kernel reads it."""
 KERNEL, FP8_KERNEL, TRITON_KERNEL = "paged_mqa_logits_fp4", "paged_mqa_logits", "paged_mqa_logits_triton"
 
 BIG, WIDE, LONG, ONE = (64, 32768), (128, 4096), (4, 131072), (1, 65536)
@@ -126,7 +130,7 @@ def inputs(problem: Problem, seed: int = 0) -> tuple[tuple[Array, ...], list[Arr
     return arrays, [jnp.asarray(table) for table in tables]
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=UNTUNED)
 def reference(codes, powers, weights, keys, scales, table, limits) -> Array:
     """Scores in float32, one request at a time: ``float32[R, n, W * T]``, -inf at and beyond the limits."""
 
@@ -167,6 +171,21 @@ def build(problem: Problem, config: Config | None, kernel: str = "mosaic") -> di
     }
 
 
+def build_references(problem: Problem) -> dict[str, Any]:
+    """Compile the float32 references of both forms of keys."""
+    shape, r, n, h = jax.ShapeDtypeStruct, problem.requests, problem.new_tokens, problem.heads
+    weights, facts = shape((r, n, h), "float32"), [shape((r, problem.width), "int32"), shape((r, n), "int32")]
+    many, few = (pages_of(problem), problem.page_size), (problem.pages, problem.page_size)
+    fp4 = [shape((r, n, h, HEAD_DIM // 2), "uint8"), shape((r, n, h), "int32"), weights]
+    fp4 += [shape((*many, HEAD_DIM // 2), "uint8"), shape(many, "int32"), *facts]
+    fp8 = [shape((r, n, h, HEAD_DIM), "uint8"), weights]
+    fp8 += [shape((*few, HEAD_DIM), "uint8"), shape(few, "float32"), *facts]
+    return {
+        "fp4": reference.lower(*fp4).compile(),
+        "fp8": paged_logits.reference.lower(*fp8).compile(),
+    }
+
+
 def check(problem: Problem, built: dict[str, Any]) -> dict:
     """Compare one call with the reference."""
     (codes, powers, weights, keys, scales, limits), tables = inputs(problem)
@@ -180,11 +199,15 @@ def check(problem: Problem, built: dict[str, Any]) -> dict:
 
 
 def time_problem(
-    problem: Problem, runs: list[tuple[str, Config | None, Future]], rounds: int, with_xla: bool
+    problem: Problem,
+    runs: list[tuple[str, Config | None, Future]],
+    checkers: Future,
+    rounds: int,
+    ceilings: rates.Ceilings,
 ) -> list[dict]:
-    """Check and time the kernels of one problem."""
+    """Check and time the kernels of one problem; ``checkers`` are the compiled references that they are compared with."""
     (codes, powers, weights, keys, scales, limits), tables = inputs(problem)
-    want = reference(codes, powers, weights, keys, scales, tables[0], limits)
+    want = checkers.result()["fp4"](codes, powers, weights, keys, scales, tables[0], limits)
     rows, calls = [], []
     for kernel, config, future in runs:
         row: dict = {
@@ -195,15 +218,14 @@ def time_problem(
         rows.append(row)
         try:
             programs = future.result()
-            arrays, places = ((codes, powers), weights, keys, scales), tables
+            arrays, places, wanted = ((codes, powers), weights, keys, scales), tables, want
             if kernel == "fp8":
-                (*arrays, _), places = fp8_inputs(problem)
+                (*arrays, _), places = paged_logits.inputs(problem)
+                wanted = checkers.result()["fp8"](*arrays, places[0], limits)
             plans = [programs["plan"](table, limits) for table in places] if "plan" in programs else None
             run = functools.partial(_run, programs["run"], tuple(arrays), places, limits, plans)
-            first = jax.block_until_ready(run(1))
-            if kernel != "fp8":
-                diff, misplaced = difference(first, want)
-                row |= {"diff": float(diff), "misplaced": int(misplaced)}
+            diff, misplaced = difference(run(1), wanted)
+            row |= {"diff": float(diff), "misplaced": int(misplaced)}
             calls.append((row, run, len(places)))
         except Exception as error:  # one bad schedule must not cost the others their turn
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -212,6 +234,8 @@ def time_problem(
         launches = [functools.partial(run, max(1, rounds // sets) * sets) for _, run, sets in mine]
         for (row, _, _), times in zip(mine, kernel_times(launches, name) if mine else [], strict=True):
             row["us"] = statistics.median(times)
+            moved = problem.moved(KEY_BYTES[row["kernel"]])
+            row |= ceilings.rates(row["us"], moved, problem.flops, "fp8")
     base = next((row["us"] for row in rows if row["kernel"] == "fp8" and "us" in row), None)
     for row in rows:
         if "us" in row and base:
@@ -220,28 +244,36 @@ def time_problem(
         if row["kernel"] == "mosaic":
             row["total"] = device_times(lambda run=run: run(1), [()] * 4).get("total")
             break
-    if with_xla:
-        found = xla.time_scores(problem, "fp4", ((codes, powers), weights, keys, scales), tables)
-        for row in rows:
-            row |= found if row["kernel"] != "fp8" else {}
     for row in rows:
         print(line(row), flush=True)
     return rows
 
 
-def time_contexts(problem: ContextProblem, rounds: int, with_xla: bool) -> list[dict]:
-    """The same for the prefill of one request; 64 of its rows are compared."""
+def context_arrays(problem: ContextProblem) -> tuple[tuple[Any, Array, Array, Array], list[Array], Array]:
+    """``(q, weights, keys, scales)``, two page tables and the limits, as in `paged_logits`; q is a pair."""
     (_, weights, _, _, limits), tables = context_inputs(problem)
-    keys, scales = pool(problem.pages, problem.page_size)
     q = quant.quantize_fp4(jax.random.normal(jax.random.key(1), (*weights.shape, HEAD_DIM)))
+    return (q, weights, *pool(problem.pages, problem.page_size)), tables, limits
+
+
+def made(problem: Problem | ContextProblem) -> tuple[tuple[Any, ...], list[Array]]:
+    """``(q, weights, keys, scales)`` and page tables."""
+    if isinstance(problem, ContextProblem):
+        return context_arrays(problem)[:2]
+    (codes, powers, *rest, _), tables = inputs(problem)
+    return ((codes, powers), *rest), tables
+
+
+def time_contexts(problem: ContextProblem, rounds: int, ceilings: rates.Ceilings) -> list[dict]:
+    """The same for the prefill of one request; 64 of its rows are compared."""
+    (q, weights, keys, scales), tables, limits = context_arrays(problem)
     chosen = jnp.asarray(np.linspace(0, problem.tokens - 1, 64).astype(np.int32))
     some = [x[chosen][:, None] for x in (*q, weights)]
     own = jnp.broadcast_to(tables[0], (64, problem.width))
     want = reference(*some, keys, scales, own, limits[chosen][:, None])
-    found = xla.time_scores(problem, "fp4", (q, weights, keys, scales), tables) if with_xla else {}
     rows = []
     for kernel, module, name in (("mosaic", many_rows, FP8_KERNEL), ("triton", triton, TRITON_KERNEL)):
-        row: dict = {"problem": problem.name, "kernel": kernel, "config": None} | found
+        row: dict = {"problem": problem.name, "kernel": kernel, "config": None}
         rows.append(row)
         try:
             score = jax.jit(functools.partial(module.paged_logits_prefill, page_scale=1, layer_offset=0))
@@ -253,7 +285,8 @@ def time_contexts(problem: ContextProblem, rounds: int, with_xla: bool) -> list[
             times = device_times(call, [(table,) for table in tables], rounds=max(1, rounds // len(tables)))
             row |= {"us": max(us for kernel, us in times.items() if name in kernel)}
             row |= {"total": times["total"], "queued": times["queued"]}
-        except Exception as error:  # the reference's time is worth keeping
+            row |= ceilings.rates(row["us"], problem.bytes, problem.flops, "fp8")
+        except Exception as error:  # the other kernel's times are worth keeping
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         print(line(row), flush=True)
     return rows
@@ -266,24 +299,25 @@ def _run(program, arrays, tables, limits, plans, count: int):
     return queue(functools.partial(program, *arrays, tables[i], limits, **options[i]) for i in turns)
 
 
-def line(row: dict) -> str:
-    """One line of the table."""
-    c = row["config"] or {}
-    name = f"{row['problem']:17} {row['kernel']:7}"
+def title(row: dict) -> str:
+    """A kernel and its schedule."""
+    c, name = row["config"] or {}, f"{row['kernel']:7}"
     if c:
         name += f" wg{c['compute_warpgroups']} st{c['stages'] or '-'} b{c['blocks_per_core']} {c['registers'] or '-'}"
         name += f" x{c['together']}" + (" f" if c["fence"] else " -")
+    return name
+
+
+def line(row: dict) -> str:
+    """One line of the table."""
+    name = f"{row['problem']:21} {title(row)}"
     if "error" in row:
         return f"{name} {row['error']}"
-    good = ""
-    if "diff" in row:
-        good = "ok" if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['misplaced']}"
-        good += f" {row['diff']:.1e}"
-    result = f"{name} {good} {row.get('us', float('nan')):7.2f} us"
+    good = "ok" if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['misplaced']}"
+    result = f"{name} {good} {row['diff']:.1e} {row.get('us', float('nan')):7.2f} us{rates.text(row)}"
     result += f" {row['ratio']:.3f} x FP8" if "ratio" in row else ""
-    result += f" with queries {row['total']:.2f} us" if row.get("total") else ""
-    result += f" queued {row['queued']:.2f} us" if row.get("queued") else ""
-    return result + (xla.text(row["us"], row) if "us" in row else "")
+    result += f" total {row['total']:.2f}" if row.get("total") else ""
+    return result + (f" queued {row['queued']:.2f}" if row.get("queued") else "")
 
 
 def main() -> None:
@@ -300,22 +334,28 @@ def main() -> None:
     require_match(options.only, (problem.name for problem in [*TIMED, *CONTEXTS]))
     require_card("fp4_check")
     start = time.perf_counter()
+    late = lambda: time.perf_counter() - start > options.seconds
+    ceilings = rates.measure("fp8")  # before anything compiles
     timed = [problem for problem in TIMED if options.only in problem.name]
     result: dict = {
         "device": str(jax.devices()[0].device_kind),
         "jax": jax.__version__,
+        "ceilings": dataclasses.asdict(ceilings),
         "checks": [],
         "timed": [],
     }
 
     def keep(problem: Problem | ContextProblem, measure: Callable[[], list[dict]]) -> None:
-        if time.perf_counter() - start > options.seconds:
+        if late():
             print(f"{problem.name}: out of time", flush=True)
             return
         try:
             result["timed"] += measure()
         except Exception as error:
             print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        write()
+
+    def write() -> None:
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
@@ -334,7 +374,23 @@ def main() -> None:
             kernels += [("triton", None)] if options.triton else []
             narrow = options.sweep and problem.heads * problem.new_tokens <= 64
             kernels += [("mosaic", config) for config in SWEEP] if narrow else []
-            runs.append([(name, c, threads.submit(build, problem, c, name)) for name, c in kernels])
+            programs = [(name, c, threads.submit(build, problem, c, name)) for name, c in kernels]
+            runs.append((problem, programs, threads.submit(build_references, problem)))
+        contexts = [problem for problem in CONTEXTS if options.only in problem.name]
+        jobs = [
+            xla.Job(
+                problem,
+                threads.submit(
+                    xla.lower_scores,
+                    problem,
+                    "fp4",
+                    problem.pages if isinstance(problem, ContextProblem) else pages_of(problem),
+                ),
+                functools.partial(made, problem),
+            )
+            for problem in [*timed, *contexts]
+            if options.xla
+        ]
         for problem, kernel, future in checks:
             try:
                 found = check(problem, future.result())
@@ -342,11 +398,20 @@ def main() -> None:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             result["checks"].append({"problem": vars(problem), "kernel": kernel, **found})
             print(f"check {problem.name} T{problem.page_size} {kernel}: {found}", flush=True)
-        for problem, futures in zip(timed, runs, strict=True):
-            keep(problem, functools.partial(time_problem, problem, futures, options.rounds, options.xla))
-            [future.cancel() for _, _, future in futures]  # what was not waited for, out of time
-    for problem in (problem for problem in CONTEXTS if options.only in problem.name):
-        keep(problem, functools.partial(time_contexts, problem, options.rounds, options.xla))
+        for problem, programs, checkers in runs:
+            measure = functools.partial(time_problem, problem, programs, checkers, options.rounds, ceilings)
+            keep(problem, measure)
+            # What was not waited for, out of time.
+            [future.cancel() for future in (*(future for _, _, future in programs), checkers)]
+        for problem in contexts:
+            keep(problem, functools.partial(time_contexts, problem, options.rounds, ceilings))
+    done = {row["problem"] for row in result["timed"]}
+    with ThreadPoolExecutor(12) as threads:  # compiling alone does not hold the lock
+        for name, found in xla.time_all([job for job in jobs if job.problem.name in done], threads, late):
+            rows = [row for row in result["timed"] if row["problem"] == name and row["kernel"] != "fp8"]
+            [row.update(found) for row in rows]
+            xla.lines(name, rows, "us", title)
+            write()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 Without ``--sweep`` the library's own schedule is timed for every problem, with it several are compared. Every schedule is
 compared with the float32 reference (of long contexts 512 rows), then all schedules of a problem are timed in one profile.
 Programs are compiled in threads while others are timed; the work plan is computed beforehand, as it is once per step in
-use. Rates are shown as shares of the copy rate measured at the start of the run. With ``--xla`` the reference is timed on
-every problem as well, with ``--triton`` the kernel for all cards.
+use. Bytes are those of keys and scales read and scores written (of contexts the scores alone), operations those of visible
+keys; each line has its share of the nearer ceiling, both measured at the start of the run (see `rates`). Pages of decode
+problems rotate through more than the L2 cache, contexts take turns in two page tables. With ``--xla`` the reference is timed
+on every problem as well, after the kernels, with ``--triton`` the kernel for all cards.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -22,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import xla
+from benchmarks import rates, xla
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
-from benchmarks.timing import copy_rate, kernel_times, queue, require_card, require_match
+from benchmarks.timing import kernel_times, queue, require_card, require_match
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas import paged_logits_triton as triton
@@ -135,6 +138,26 @@ def check(problem: Problem, built: dict[str, Any]) -> dict:
     return {"diff": float(diff), "misplaced": int(misplaced)}
 
 
+def build_reference(problem: Problem | ContextProblem) -> Any:
+    """Compile the float32 reference for what `time_problem` compares."""
+    shape = jax.ShapeDtypeStruct
+    if isinstance(problem, ContextProblem):
+        rows = (len(rows_compared(problem.tokens)), 1)
+    else:
+        rows = (problem.requests, problem.new_tokens)
+    stored = (problem.pages, problem.page_size)
+    arrays = [shape((*rows, problem.heads, 128), "uint8"), shape((*rows, problem.heads), "float32")]
+    arrays += [shape((*stored, 128), "uint8"), shape(stored, "float32")]
+    return reference.lower(*arrays, shape((rows[0], problem.width), "int32"), shape(rows, "int32")).compile()
+
+
+def made(problem: Problem | ContextProblem) -> tuple[list[Any], list[Any]]:
+    """``(q, weights, keys, scales)`` and page tables."""
+    of_kind = context_inputs if isinstance(problem, ContextProblem) else inputs
+    (*arrays, _), tables = of_kind(problem)  # pyright: ignore[reportArgumentType]
+    return arrays, tables
+
+
 def rows_compared(tokens: int) -> np.ndarray:
     """Rows of a context that are compared with the reference, which takes one at a time: all of a few, 512 of many."""
     return np.unique(np.linspace(0, tokens - 1, min(tokens, 512)).astype(np.int32))
@@ -144,24 +167,24 @@ def time_problem(
     problem: Problem | ContextProblem,
     configs: list[Config],
     built: list[Future],
+    checker: Future,
     peer: dict[str, float],
     rounds: int,
-    ceiling: float,
-    with_xla: bool,
+    ceilings: rates.Ceilings,
     with_triton: bool = False,
 ) -> list[dict]:
-    """Check and time the schedules of one problem; ``ceiling`` is the copy rate in TB/s."""
+    """Check and time the schedules of one problem; ``checker`` is the compiled reference that they are compared with."""
     if isinstance(problem, ContextProblem):
         (*arrays, limits), tables = context_inputs(problem)
         facts = (jnp.zeros_like(limits), limits)
         compared = jnp.asarray(rows_compared(problem.tokens))
         some = [x[compared][:, None] for x in arrays[:2]]
         own = jnp.broadcast_to(tables[0], (len(compared), problem.width))
-        want = reference(*some, *arrays[2:], own, limits[compared][:, None])
+        want = checker.result()(*some, *arrays[2:], own, limits[compared][:, None])
     else:
         (*arrays, limits), tables = inputs(problem)
         facts, compared = (limits,), slice(None)
-        want = reference(*arrays, tables[0], limits)
+        want = checker.result()(*arrays, tables[0], limits)
     repeats = max(1, rounds // len(tables))
     rows, calls = [], []
     for config, future in zip(configs, built, strict=True):
@@ -177,7 +200,7 @@ def time_problem(
         except Exception as error:  # one bad schedule must not cost the others their turn
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     launches = [functools.partial(run, repeats * len(tables)) for _, run in calls]
-    timed = list(zip(calls, kernel_times(launches, KERNEL), strict=True))
+    timed = list(zip(calls, kernel_times(launches, KERNEL) if calls else [], strict=True))
     if with_triton:
         timed.append(_time_triton(problem, arrays, tables, facts, (compared, want), repeats))
         rows.append(timed[-1][0][0])
@@ -185,15 +208,9 @@ def time_problem(
         if "error" in row:
             continue
         row["kernel"] = statistics.median(times)
-        row["tb_s"] = problem.bytes / row["kernel"] / 1e6
-        row["tflop_s"] = problem.flops / row["kernel"] / 1e6
-        row["share_of_copy"] = row["tb_s"] / ceiling
+        row |= ceilings.rates(row["kernel"], problem.bytes, problem.flops, "fp8")
         if "kernel" in peer:
             row["ratio"] = row["kernel"] / peer["kernel"]
-    if with_xla:
-        found = xla.time_scores(problem, "fp8", arrays, tables)
-        for row in rows:
-            row |= found
     for row in rows:
         print(line(row), flush=True)
     return rows
@@ -227,25 +244,25 @@ def _run(program, arrays, tables, facts, plans, count: int):
     return queue(functools.partial(program, *arrays, *sets[i], plan=plans[i]) for i in turns)
 
 
+def title(row: dict) -> str:
+    """A schedule, or the other kernel."""
+    c = row["config"]
+    if c is None:
+        return "triton"
+    name = f"wg{c['compute_warpgroups']} st{c['stages'] or '-':>2} b{c['blocks_per_core']}"
+    return name + f" c{c['product_columns']} g{c['group_columns']} {'f' if c['fence'] else '-'}"
+
+
 def line(row: dict) -> str:
     """One line of the table."""
-    c, name = row["config"], f"{row['problem']:17}"
-    if c is None:
-        name += " triton                   "
-    else:
-        name += f" wg{c['compute_warpgroups']} st{c['stages'] or '-':>2} b{c['blocks_per_core']}"
-        name += f" c{c['product_columns']} g{c['group_columns']} {'f' if c['fence'] else '-'}"
+    name = f"{row['problem']:21} {title(row):24}"
     if "error" in row:
         return f"{name} {row['error']}"
     good = (
         "ok " if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['diff']:.1e} {row['misplaced']}"
     )
-    result = (
-        f"{name} {good} {row['kernel']:7.2f} us {row['tb_s']:5.2f} TB/s {row['share_of_copy']:4.0%} of copy"
-    )
-    result += f" {row['tflop_s']:5.0f} TF/s"
-    result += f" {row['ratio']:.3f} x DeepGEMM" if "ratio" in row else ""
-    return result + xla.text(row["kernel"], row)
+    peer = f" {row['ratio']:.3f} x DeepGEMM" if "ratio" in row else ""
+    return f"{name} {good} {row['kernel']:7.2f} us{rates.text(row)}{peer}"
 
 
 def main() -> None:
@@ -271,13 +288,27 @@ def main() -> None:
     for name, times in peers.items():
         print(f"DeepGEMM {name:18} " + " ".join(f"{k} {v:.2f} us" for k, v in times.items()), flush=True)
     require_card("kernel_check")
-    ceiling = copy_rate()  # before anything compiles: the threads would take part of the time
-    print(f"copy rate {ceiling:.2f} TB/s", flush=True)
+    ceilings = rates.measure("fp8")  # before anything compiles: the threads would take part of the time
     result: dict = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "peer": peers}
-    result |= {"copy_rate": ceiling, "checks": [], "timed": []}
+    result |= {"ceilings": dataclasses.asdict(ceilings), "checks": [], "timed": []}
+    late = lambda: time.perf_counter() - start > options.seconds
+
+    def keep() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1))
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
+
     with ThreadPoolExecutor(12) as pool:
         checks = [(p, pool.submit(build, p, None)) for p in CHECKED if options.sweep and not options.only]
-        built = [[pool.submit(build, p, c) for c in configs] for p, configs in timed]
+        built = [
+            ([pool.submit(build, p, c) for c in configs], pool.submit(build_reference, p))
+            for p, configs in timed
+        ]
+        references = {
+            p.name: xla.Job(p, pool.submit(xla.lower_scores, p, "fp8", p.pages), functools.partial(made, p))
+            for p, _ in timed
+            if options.xla
+        }
         for problem, future in checks:
             try:
                 found = check(problem, future.result())
@@ -285,25 +316,25 @@ def main() -> None:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             result["checks"].append({"problem": vars(problem), **found})
             print(f"check {problem.name} T{problem.page_size}: {found}", flush=True)
-        for (problem, configs), futures in zip(timed, built, strict=True):
-            if time.perf_counter() - start > options.seconds:
+        for (problem, configs), (futures, checker) in zip(timed, built, strict=True):
+            if late():
                 print(f"{problem.name}: out of time", flush=True)
-                [future.cancel() for future in futures]
+                [future.cancel() for future in (*futures, checker)]
                 continue
             peer = peers.get(problem.name, {})
-            result["timed"] += time_problem(
-                problem,
-                configs,
-                futures,
-                peer,
-                options.rounds,
-                ceiling,
-                options.xla,
-                options.triton,
-            )
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1))
-            print(f"{time.perf_counter() - start:.0f} s", flush=True)
+            try:
+                result["timed"] += time_problem(
+                    problem, configs, futures, checker, peer, options.rounds, ceilings, options.triton
+                )
+            except Exception as error:  # the other problems are worth their turn
+                print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            keep()
+        done = {row["problem"] for row in result["timed"]}
+        for name, found in xla.time_all([references[n] for n in references if n in done], pool, late):
+            rows = [row for row in result["timed"] if row["problem"] == name]
+            [row.update(found) for row in rows]
+            xla.lines(name, rows, "kernel", title)
+            keep()
 
 
 if __name__ == "__main__":

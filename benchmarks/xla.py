@@ -6,14 +6,15 @@ Everything is compiled from shapes first, so that what the reference would alloc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks.paged_logits import ContextProblem, Problem
+from benchmarks.paged_logits import HEAD_DIM, ContextProblem, Problem
 from benchmarks.timing import device_times
 from dsa_jax import Cache, CacheLayout, ops
 from dsa_jax.config import preset
@@ -63,14 +64,76 @@ def step_of(layout: CacheLayout, problem: Problem | ContextProblem, table: Array
     return meta.derive()
 
 
-def time_scores(
-    problem: Problem | ContextProblem, form: str, arrays: Sequence[Any], tables: list[Array]
-) -> dict[str, Any]:
-    """See `timed`; ``arrays`` are ``(q, weights, keys, scales)``. Steps are derived beforehand, as plans are."""
+class Job(NamedTuple):
+    """A problem whose reference is to be timed."""
+
+    problem: Problem | ContextProblem
+    lowered: Future
+    """Of `lower_scores`."""
+    inputs: Callable[[], tuple[Sequence[Any], list[Array]]]
+    """Makes ``(q, weights, keys, scales)`` and page tables."""
+
+
+def lower_scores(problem: Problem | ContextProblem, form: str, pages: int) -> tuple[Any, Any]:
+    """Trace and lower the derivation of a step and the scores, from the shapes of the checks' inputs alone."""
+    shape, requests = jax.ShapeDtypeStruct, 1
+    if isinstance(problem, ContextProblem):
+        heads = (problem.tokens, problem.heads)
+    else:
+        requests = problem.requests
+        heads = (requests, problem.new_tokens, problem.heads)
+    stored, size = (pages, problem.page_size), HEAD_DIM // 2 if form == "fp4" else HEAD_DIM
+    q: Any = shape((*heads, size), "uint8")
+    if form == "fp4":
+        q = (q, shape(heads, "int32"))
+    scales = shape(stored, "int32" if form == "fp4" else "float32")
     layout = layout_of(1, problem.page_size, form)
-    derive = jax.jit(functools.partial(step_of, layout, problem))
+    derive = functools.partial(step_of, layout, problem)
+    table = shape((requests, problem.width), "int32")
+    step = jax.eval_shape(derive, table)
+    arrays = (q, shape(heads, "float32"), shape((*stored, size), "uint8"), scales)
     call = functools.partial(scores, layout)
-    return timed(problem.name, call, [(*arrays, derive(table)) for table in tables[:MOST_CALLS]])
+    return jax.jit(derive).lower(table), jax.jit(call).lower(*arrays, step)
+
+
+def time_all(
+    jobs: Sequence[Job], threads: Executor, late: Callable[[], bool]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Compile the references of all problems side by side, then time one after another.
+
+    Compiling tries out products on the card, so no kernel may be timed meanwhile, and nothing is timed until all are done.
+
+    Args:
+        jobs: in the order of timing.
+        threads: where to compile.
+        late: whether it is too late to begin another one.
+
+    Returns:
+        Pairs of a problem's name and what `timed` says of it. Steps are derived beforehand, as plans are.
+    """
+    if late():
+        for job in jobs:
+            yield job.problem.name, left_out(job.problem.name, "out of time")
+        return
+    compiled = [threads.submit(_compile, job.lowered) for job in jobs]
+    wait(compiled)
+    for job, future in zip(jobs, compiled, strict=True):
+        name = job.problem.name
+        if late():
+            yield name, left_out(name, "out of time")
+            continue
+        try:
+            derive, program = future.result()
+            arrays, tables = job.inputs()
+            arguments = [(*arrays, derive(table)) for table in tables[:MOST_CALLS]]
+            yield name, time_program(name, program, arguments)
+        except Exception as error:  # one reference must not cost the others their turn
+            yield name, left_out(name, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def _compile(lowered: Future) -> tuple[Any, Any]:
+    derive, scores = lowered.result()
+    return derive.compile(), scores.compile()
 
 
 def timed(name: str, call: Callable[..., Any], arguments: Sequence[tuple]) -> dict[str, Any]:
@@ -86,12 +149,16 @@ def timed(name: str, call: Callable[..., Any], arguments: Sequence[tuple]) -> di
     """
     arguments = arguments[:MOST_CALLS]
     try:
-        program = jax.jit(call).lower(*arguments[0]).compile()
-        if reason := too_large(program):
-            return left_out(name, reason)
-        return {"xla": total(device_times(program, arguments, rounds=1))}
+        return time_program(name, jax.jit(call).lower(*arguments[0]).compile(), arguments)
     except Exception as error:  # the reference must not cost the kernels their turn
         return left_out(name, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def time_program(name: str, program: Any, arguments: Sequence[tuple]) -> dict[str, Any]:
+    """The same of a compiled program; errors are the caller's."""
+    if reason := too_large(program):
+        return left_out(name, reason)
+    return {"xla": total(device_times(program, arguments, rounds=1))}
 
 
 def too_large(program: Any) -> str:
@@ -123,3 +190,16 @@ def text(us: float, row: dict[str, Any]) -> str:
         return ""
     ratio = us / row["xla"]
     return f" {ratio:.3f} x xla ({row['xla']:.0f} us)" + (" SLOWER" if ratio > 1 else "")
+
+
+def lines(name: str, rows: Sequence[dict[str, Any]], us: str, title: Callable[[dict[str, Any]], str]) -> None:
+    """Print the reference's time of a problem, and each kernel's share of it.
+
+    Args:
+        name: of the problem.
+        rows: its rows, which have the reference's time.
+        us: field of the kernel's time.
+        title: names the kernel of a row.
+    """
+    shares = [f"{title(row)}{text(row[us], row)}" for row in rows if us in row and "xla" in row]
+    [print(f"{name:21} {share}", flush=True) for share in shares]

@@ -87,8 +87,8 @@ def topk_and_append(data: list[Row]) -> list[Bar]:
     bars = []
     for row in (row for row in data if "us" in row):
         target = row.get("target")
-        if "share_of_copy" in row:
-            target = at_rate(row["us"], row["share_of_copy"], LEAST_OF_COPY)
+        if row["op"] == "gather":
+            target = at_rate(row["us"], row["share"], LEAST_OF_COPY)
         elif row["shape"] == "64 x 8192 in 131072" and row["variant"] in narrow:
             target = WIDER * narrow[row["variant"]]
         label = f"{row['op']} {row['shape']}, {row['variant']}"
@@ -104,7 +104,7 @@ def sparse_mla(data: list[Row]) -> list[Bar]:
     for row in (row for row in timed if row["variant"] != "xla"):
         shape, target = row["shape"], SPARSE_MLA.get(row["shape"])
         if shape == "prefill 4096x128":
-            target = at_rate(row["us"], row["tflops"], 500)
+            target = at_rate(row["us"], row["tflop_s"], 500)
         wrong = row.get("wrong", 0) > 0
         bars.append(Bar(f"{shape}, {row['variant']}", row["us"], None, xla.get(shape), target, wrong))
     return bars

@@ -1,7 +1,10 @@
 """Checks and times the sparse MLA kernels on a GPU: ``python benchmarks/sparse_mla_check.py [--json FILE]``.
 
-Every variant is first compared with a float32 reference on inputs whose unused rows are NaN; then it is timed on random
-rows of a pool larger than the L2 cache, a different set of rows for every call. Times are device times from a profile.
+Every variant is first compared with a float32 reference on inputs whose unused rows are NaN, at most 64 queries and the
+first five; then it is timed on random rows of a pool, a different set of rows for every call. The pool of decode shapes, and
+what their sets read, are larger than the L2 cache; the 38 MB of the prefill's, one request's context, stay there. Times are
+device times from a profile. Operations are those of valid entries; bytes are each row of the pool once, queries and results.
+Each line has its share of the nearer ceiling, copying or bfloat16 products, both measured at the start (see `rates`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import rates
 from benchmarks.timing import launches, require_card, require_match
 from dsa_jax import Cache, CacheLayout, ops, quant
 from dsa_jax.compat import target_device
@@ -181,6 +185,12 @@ def errors(got, want, empty) -> dict:
     )
 
 
+def queries_compared(tokens: int) -> np.ndarray:
+    """Some with holes at the beginning (see `make`), and 64 from the first to the last; all of a few."""
+    spread = np.linspace(0, tokens - 1, min(tokens, 64)).astype(np.int32)
+    return np.unique(np.r_[np.arange(min(5, tokens)), spread])
+
+
 def compile_program(kernel: Kernel, shape: Shape) -> Callable:
     """A program that calls the kernel once for every set of rows, back to back."""
     one = jax.jit(kernel, static_argnums=0)  # lowered once, however often it is called
@@ -194,6 +204,11 @@ def compile_program(kernel: Kernel, shape: Shape) -> Callable:
     rows = [spec((shape.tokens, shape.keys), jnp.int32)] * shape.sets
     keys = arrays_of(shape.form, shape.slots * shape.scale)
     return program.lower(q, keys, rows, spec((), jnp.int32)).compile()
+
+
+def distinct(rows: Sequence[jax.Array | np.ndarray]) -> float:
+    """Rows of the pool that a call reads, each once, on average of the sets: queries of one context share many."""
+    return statistics.mean(int((np.bincount(x[x >= 0]) > 0).sum()) for x in map(np.asarray, rows))
 
 
 def timed(program: Callable, operands: tuple, repeats: int = 5) -> float:
@@ -210,23 +225,24 @@ SHAPES = {
     "decode 64x16": Shape(64, 16, sets=12, variants=("mosaic", "triton", "xla")),
     "decode 64x64": Shape(64, 64, sets=12),
     "decode 8x128": Shape(8, 128, slots=8 * 512, sets=24),
-    "decode 1x128": Shape(1, 128, slots=4096, sets=24),
+    "decode 1x128": Shape(1, 128, slots=4096, sets=36),
     "decode 128x128": Shape(128, 128),
     "decode 128x128 656 B": Shape(128, 128, form="fp8_ds_mla"),
     "decode 64x128, 4.8 GB pool": Shape(64, 128, scale=2),
     **{f"decode 64x128 {form}": Shape(64, 128, sets=4, form=form, variants=("triton", "xla")) for form in
        ("fp8", "nvfp4")},
     **{f"decode 64x16 {form}": Shape(64, 16, sets=4, form=form, variants=("triton", "xla")) for form in
-       ("fp8", "nvfp4", "fp8_ds_mla")},
+       ("fp8", "nvfp4")},
+    "decode 64x16 fp8_ds_mla": Shape(64, 16, sets=4, form="fp8_ds_mla", variants=("mosaic", "triton", "xla")),
 }  # fmt: skip
 
 
-def measure(name: str, programs: dict[str, Future], deadline: float) -> list[dict]:
+def measure(name: str, programs: dict[str, Future], deadline: float, ceilings: rates.Ceilings) -> list[dict]:
     """Check and time the variants of one shape, given their programs."""
     shape = SHAPES[name]
     tokens, heads = shape.tokens, shape.heads
     q, keys, rows = make(shape, seed=1)
-    chosen = np.unique(np.r_[np.arange(min(5, tokens)), tokens // 2, tokens - 1])
+    chosen = queries_compared(tokens)
     checked = rows[0][chosen]
     offset = jnp.int32(shape.scale - 1)
     want = jax.jit(reference, static_argnums=(0, 5))(
@@ -237,7 +253,7 @@ def measure(name: str, programs: dict[str, Future], deadline: float) -> list[dic
     valid = sum(int((x >= 0).sum()) for x in rows) / shape.sets
     flop = 2 * heads * valid * (WIDTH + LATENT)
     row_bytes = sum(array.token_bytes for array in key_arrays(shape.form, LATENT, WIDTH - LATENT))
-    moved = valid * row_bytes + tokens * heads * (WIDTH + LATENT) * 2
+    moved = distinct(rows) * row_bytes + tokens * heads * (2 * (WIDTH + LATENT) + 4)
     results = []
     operands = (q, keys, rows, offset)
     for variant, future in programs.items():
@@ -250,7 +266,7 @@ def measure(name: str, programs: dict[str, Future], deadline: float) -> list[dic
             entry |= errors([x[chosen] for x in got], want, empty)
             del got
             us = timed(program, operands)
-            entry |= dict(us=us, tflops=flop / us / 1e6, gbs=moved / us / 1e3)
+            entry |= dict(us=us) | ceilings.rates(us, moved, flop, "bf16")
         except Exception as error:  # a variant that does not compile must not end the run
             entry |= dict(error=f"{type(error).__name__}: {str(error)[:160]}")
         results.append(entry)
@@ -260,12 +276,12 @@ def measure(name: str, programs: dict[str, Future], deadline: float) -> list[dic
 
 def line(entry: dict) -> str:
     """One row of the table."""
-    title = f"{entry['shape']:28} {entry['variant']:26}"
+    title = f"{entry['shape']:26} {entry['variant']:16}"
     if "error" in entry:
         return f"{title} {entry['error']}"
     verdict = "ok" if entry["wrong"] == 0 else f"WRONG {entry['wrong']}"
-    rates = f"{entry['us']:9.1f} us {entry['tflops']:6.0f} TFLOP/s {entry['gbs']:6.0f} GB/s"
-    return f"{title} {rates} {verdict} out {entry['max_out']:.1e} lse {entry['max_lse']:.1e} diff {entry['calc_diff']:.1e}"
+    errors = f"out {entry['max_out']:.0e} lse {entry['max_lse']:.0e} diff {entry['calc_diff']:.0e}"
+    return f"{title} {entry['us']:8.1f} us{rates.text(entry)} {verdict} {errors}"
 
 
 def main() -> None:
@@ -292,6 +308,7 @@ def main() -> None:
     if options.here:
         require_card("sparse_mla_check")
         print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
+        ceilings = rates.measure("bf16")  # before anything compiles
         deadline = begin + options.seconds
         with ThreadPoolExecutor(8) as pool:
             programs = {
@@ -304,7 +321,7 @@ def main() -> None:
             }
             for name in names:
                 if programs[name] and time.time() < deadline:
-                    results += measure(name, programs[name], deadline)
+                    results += measure(name, programs[name], deadline, ceilings)
                     if options.json:
                         options.json.write_text(json.dumps(results, indent=1) + "\n")
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,15 @@
 """Checks and times top-k, append, gather on a GPU: `python -m benchmarks.topk_append_check [--xla] [--json FILE]`.
 
 Every top-k variant is compared with the XLA reference on random rows, ragged limits and ties before it is timed. Times are
-the profiler's device times of one call, summed over its launches, on inputs that rotate through more than the L2 cache. With
-`--xla` the reference is timed on the same inputs. FP8 index keys and bfloat16 latents have targets; the other forms follow.
+the profiler's device times of one call, summed over its launches. Bytes are the scores up to the limits and the indices of
+top-k, vectors read and entries written of an append (tokens of row -1 left out), entries read and written of a gather; lines
+have their share of the copy rate measured at the start.
+
+Inputs rotate through more than the L2 cache except where a line says "(L2)": few scores, which at most 12 sets hold, and few
+appended entries. All layers of an append get the same vectors and rows. A step finds scores and vectors in the cache, too:
+it has just made them. What a gather writes, 9 to 67 MB, goes to the same place in every call, and much of it stays there.
+
+With `--xla` the reference is timed on the same inputs. FP8 index keys and bfloat16 latents have targets, other forms follow.
 """
 
 from __future__ import annotations
@@ -23,11 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import xla
-from benchmarks.timing import copy_rate, device_times, require_card
+from benchmarks import rates, xla
+from benchmarks.timing import device_times, require_card
 from dsa_jax import Cache, CacheLayout, quant
 from dsa_jax.config import preset
-from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS, index_arrays, key_arrays
 from dsa_jax.ops import gpu
 from dsa_jax.pallas import append_triton, gather_triton, topk_mosaic, topk_triton
 from dsa_jax.xla import append_index_k, append_latent, gather_index_k
@@ -159,15 +166,25 @@ def run_topk(
 
 
 def topk_inputs(kind: str, rows: int, columns: int, length: int | None) -> list[tuple]:
-    """Scores and limits for several calls, more than the L2 cache holds."""
+    """Scores and limits for several calls: more than the L2 cache holds, or 12 of them."""
     limits = jnp.full((rows,), length or columns, jnp.int32)
-    sets = int(np.clip(200e6 // (rows * columns * 4) + 1, 2, 12))
-    return [(scores(kind, rows, columns, seed), limits) for seed in range(sets)]
+    return [(scores(kind, rows, columns, seed), limits) for seed in range(topk_sets(rows, columns))]
+
+
+def topk_sets(rows: int, columns: int) -> int:
+    """How many inputs take turns."""
+    return int(np.clip(200e6 // (rows * columns * 4) + 1, 2, 12))
+
+
+def topk_bytes(rows: int, columns: int, length: int | None) -> Row:
+    """Bytes of a call: each row's scores up to the limit, its limit and indices; and whether the cache holds a round."""
+    read = rows * (length or columns) * 4
+    return {"bytes": read + rows * (4 + K * 4)} | rates.in_cache(topk_sets(rows, columns) * read)
 
 
 def measure_topk(future: Future, rows: int, columns: int, length: int | None, every: bool) -> Row:
     call = future.result()
-    row: Row = {"check": check_topk(call, rows, columns, length)}
+    row: Row = {"check": check_topk(call, rows, columns, length)} | topk_bytes(rows, columns, length)
     for kind in ("normal", *(("zeros", "coarse", "heavy") if every else ())):
         times = device_times(call, topk_inputs(kind, rows, columns, length))
         total = xla.total(times)
@@ -211,6 +228,14 @@ def vectors(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array, np.ndarray]:
     rows = rng.permutation(SLOTS * PAGE_SIZE)[:tokens].astype(np.int32)
     rows[::17] = -1
     return k, latent, k_rope, rows
+
+
+def append_bytes(part: str, form: str, rows: np.ndarray) -> Row:
+    """Bytes of a layer: rows, bfloat16 vectors and entries of ``"index"`` or ``"latent"`` keys, and whether the cache holds
+    what all layers write."""
+    arrays, width = (index_arrays(form, 128), 128) if part == "index" else (key_arrays(form, 512, 64), 576)
+    kept, entry = int((rows >= 0).sum()), sum(array.token_bytes for array in arrays)
+    return {"bytes": rows.nbytes + kept * (2 * width + entry)} | rates.in_cache(LAYERS * kept * entry)
 
 
 def all_layers(one: Callable, state: Any) -> Any:
@@ -257,6 +282,12 @@ def measure_append(name: str, tokens: int, with_xla: bool) -> Row:
     step = jax.jit(functools.partial(all_layers, append), donate_argnums=0).lower(state).compile()
     state = step(state)
     row: Row = {"check": check_append(name, state, k, latent, k_rope, rows)}
+    parts = [
+        append_bytes(part, form, rows)
+        for part, form in (("index", "fp8"), ("latent", "bf16"))
+        if name in (part, "both")
+    ]
+    row |= parts[-1] | {"bytes": sum(part["bytes"] for part in parts) - (len(parts) - 1) * rows.nbytes}
     times = times_in_place(step, state)
     del state  # donated
     row |= {"us": xla.total(times) / LAYERS, "queued": times["queued"] / LAYERS, "kernels": kernels_of(times)}
@@ -302,7 +333,7 @@ def measure_form(part: str, form: str, tokens: int, with_xla: bool) -> Row:
         held.append(steps[-1](Cache.create(layout, SLOTS)))
     wrong = [name for name, pool in held[0].pools().items() if (pool != held[1].pools()[name]).any()]
     times = times_in_place(steps[0], held[0])
-    row: Row = {"check": f"WRONG {', '.join(wrong)}" if wrong else "ok"}
+    row: Row = {"check": f"WRONG {', '.join(wrong)}" if wrong else "ok"} | append_bytes(part, form, rows)
     row |= {"us": xla.total(times) / LAYERS, "queued": times["queued"] / LAYERS, "kernels": kernels_of(times)}
     return row | ({"xla": xla.total(times_in_place(steps[1], held[1])) / LAYERS} if with_xla else {})
 
@@ -349,8 +380,6 @@ def check_append(name: str, state, k, latent, k_rope, rows: np.ndarray) -> str:
 
 def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool], with_xla: bool) -> None:
     tokens, slots = 131072, 4096
-    rate = copy_rate()
-    print(f"copy rate {rate:.2f} TB/s", flush=True)
     rng, sets = np.random.default_rng(1), []
     for _ in range(8):
         slot = rng.permutation(slots)[: tokens // PAGE_SIZE]
@@ -362,7 +391,7 @@ def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool
         name = f"block {block}, {warps} warps" + (f", {form}" if form != "fp8" else "")
         if only in f"gather {name}" and not late():
             keys, scales = stored(form, slots * 8)
-            row = guarded(measure_gather, block, warps, sets, keys, scales, rate)
+            row = guarded(measure_gather, block, warps, sets, keys, scales)
             if with_xla:
                 call = functools.partial(gather_reference, form)
                 row |= xla.timed(f"gather {form}", call, [(rows, keys, scales) for rows in sets])
@@ -386,7 +415,7 @@ def gather_reference(form: str, rows: jax.Array, keys: jax.Array, scales: jax.Ar
     return gather_index_k(xla.cache_of(xla.layout_of(8, PAGE_SIZE, form), **pages), 3, rows)
 
 
-def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, rate: float) -> Row:
+def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales) -> Row:
     layout = dict(page_scale=8, layer_offset=3, block=block, warps=warps)
     call = jax.jit(lambda rows, keys, scales: gather_triton.gather_index_k(rows, keys, scales, **layout))
     data, scale = call(sets[0], keys, scales)
@@ -398,10 +427,22 @@ def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales, 
         wanted = np.asarray(scales)[page, rows % PAGE_SIZE]
         right = right and (scale[:-5] == wanted).all() and not scale[-5:].any()
     times = device_times(call, [(rows, keys, scales) for rows in sets])
-    us = xla.total(times)
     token = data[0].nbytes + (0 if scale is None else scale.itemsize)
-    share = sets[0].shape[0] * token * 2 / us / 1e6 / rate
-    return {"check": "ok" if right else "WRONG", "us": us, "queued": times["queued"], "share_of_copy": share}
+    row: Row = {"check": "ok" if right else "WRONG", "bytes": sets[0].shape[0] * token * 2}
+    return row | {"us": xla.total(times), "queued": times["queued"]}
+
+
+def line(row: Row) -> str:
+    """One line of the table, and a second one where a call launches several kernels."""
+    name = f"{row['op']:6} {row['shape']:19} {row['variant']:22}"
+    if "us" not in row:
+        return f"{name} {row['check']}"
+    target = f" target {row['target']}" if row.get("target") else ""
+    others = "".join(f" {kind} {row[kind]:.1f}" for kind in ("zeros", "coarse", "heavy") if kind in row)
+    found = f"{name} {row['us']:8.2f} us queued {row['queued']:.0f}{target}{rates.text(row)}"
+    found += f"{xla.text(row['us'], row)}{others} {row['check']}"
+    parts = [f"{kernel[:14]} {us:.2f}" for kernel, us in row.get("kernels", {}).items()]
+    return found + (f"\n{'':7}of one launch: {', '.join(parts)[:120]}" if len(parts) > 1 else "")
 
 
 def main() -> None:
@@ -418,19 +459,13 @@ def main() -> None:
     begin, results = time.perf_counter(), []
     late = lambda: time.perf_counter() - begin > options.seconds
     print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
+    ceilings = rates.measure()  # before anything compiles
 
     def report(row: Row) -> None:
+        if "us" in row:
+            row |= ceilings.rates(row["us"], row["bytes"])
         results.append(row)
-        time_text = f"{row['us']:8.2f} us (queued {row['queued']:8.2f})" if "us" in row else ""
-        target = f" target {row['target']}" if row.get("target") else ""
-        share = f" {row['share_of_copy']:.0%} of copy" if "share_of_copy" in row else ""
-        others = "".join(f" {kind} {row[kind]:.1f}" for kind in ("zeros", "coarse", "heavy") if kind in row)
-        parts = " ".join(f"{n[:14]}={v:.2f}" for n, v in row.get("kernels", {}).items())
-        name = f"{row['op']:6} {row['shape']:20} {row['variant']:30}"
-        reference_text = xla.text(row["us"], row) if "us" in row else ""
-        print(
-            f"{name} {time_text}{target}{share}{reference_text}{others} {row['check']} [{parts}]", flush=True
-        )
+        print(line(row), flush=True)
 
     with ThreadPoolExecutor(8) as pool:
         compiled = compile_topk(pool, options.only)

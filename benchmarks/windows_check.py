@@ -2,14 +2,16 @@
 
 The prefill of one request: its last tokens score all keys up to themselves. `ops.mqa_logits` is compared with a float32
 reference on some rows, for FP8 keys with DeepGEMM's `fp8_mqa_logits` where its wheel is installed (see `deepgemm`), and on
-the smallest shape with the XLA reference. FP4 keys have the smaller shapes. Operations are counted inside the windows. Ours
-writes -inf outside of them, the peer leaves those scores as they are. Inputs stay the same: every call writes several times
-the L2 cache.
+every shape whose reference fits into memory with the XLA reference, all its scores. FP4 keys have the smaller shapes.
+Operations are counted inside the windows; bytes are queries, keys and all scores; each line has its share of the nearer
+ceiling, copying or FP8 products, both measured at the start (see `rates`). Ours writes -inf outside of the windows, the peer
+leaves those scores as they are. Inputs stay the same: each call on the usual shapes writes several times the L2 cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import statistics
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from benchmarks import rates, xla
 from benchmarks.paged_logits import HEAD_DIM, ContextProblem, difference
 from benchmarks.timing import device_times
 from dsa_jax import ops, quant
@@ -85,8 +88,18 @@ def reference(q, keys, scales, weights, starts, ends) -> Array:
     return lax.map(of_row, (q, weights, starts, ends))
 
 
+def moved(given: tuple[Any, ...], problem: ContextProblem) -> int:
+    """Bytes of a call: each argument once, and the scores."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(given)) + 4 * problem.tokens * problem.keys
+
+
 def measure(
-    problem: ContextProblem, form: str, given: tuple[Any, ...], program: Any, peer: dict[str, float]
+    problem: ContextProblem,
+    form: str,
+    given: tuple[Any, ...],
+    program: Any,
+    peer: dict[str, float],
+    ceilings: rates.Ceilings,
 ) -> dict:
     """Check some rows, the first and the last among them, and time the program."""
     chosen = jnp.asarray(np.linspace(0, problem.tokens - 1, min(SAMPLE, problem.tokens)).astype(np.int32))
@@ -98,17 +111,16 @@ def measure(
     row: dict[str, Any] = {"problem": name, "diff": float(diff), "misplaced": int(misplaced)}
     row |= timed(program, given)
     time_us = row.get("kernel", row["queued"])
-    row["tflop_s"] = problem.flops / time_us / 1e6
+    row |= ceilings.rates(time_us, moved(given, problem), problem.flops, "fp8")
     good = row["diff"] < BOUND and not row["misplaced"]
-    text = f"{name}: {'ok' if good else 'BAD'} diff {row['diff']:.1e}, misplaced {row['misplaced']}; "
-    text += f"kernel {time_us:.1f} us, whole call {row.get('total', row['queued']):.1f} us, "
-    text += f"queued {row['queued']:.1f} us; {row['tflop_s']:.0f} TFLOP/s"
+    text = f"{name:25} {'ok' if good else f'BAD {row["misplaced"]}'} {row['diff']:.0e} {time_us:.1f} us"
+    text += f" (call {row.get('total', row['queued']):.1f}, queued {row['queued']:.1f}){rates.text(row)}"
     if (problem.tokens, problem.keys) == WANTED_ON and form == "fp8":
-        text += f" (wanted {WANTED:.0f}: {'ok' if row['tflop_s'] >= WANTED else 'MISSED'})"
+        text += f" (wanted {WANTED:.0f}: {'met' if row['tflop_s'] >= WANTED else 'MISSED'})"
     if peer:
         row["peer"] = peer
         row["ratio"] = time_us / peer.get("kernel", peer["queued"])
-        text += f"; DeepGEMM {peer.get('kernel', peer['queued']):.1f} us, ratio {row['ratio']:.3f}"
+        text += f" {row['ratio']:.3f} x DeepGEMM"
     print(text, flush=True)
     return row
 
@@ -121,16 +133,18 @@ def timed(program: Any, given: tuple[Any, ...], rounds: int = ROUNDS) -> dict[st
     return found | ({"kernel": max(kernels.values())} if kernels else {})
 
 
-def against_xla(given: tuple[Any, ...], program: Any, row: dict) -> None:
-    """Add the reference's time on the same shape, and how far all scores differ from it."""
-    xla = jax.jit(partial(scores, implementation="xla"))
-    diff, misplaced = difference(program(*given), xla(*given))
-    times = timed(xla, given, 1)
+def against_xla(given: tuple[Any, ...], program: Any, reference: Any, row: dict) -> None:
+    """Add the compiled reference's time on the same shape, and how far all scores differ from it."""
+    if reason := xla.too_large(reference):
+        row |= xla.left_out(row["problem"], reason)
+        return
+    diff, misplaced = difference(program(*given), reference(*given))
+    times = timed(reference, given, 1)
     row["xla"] = times | {"diff": float(diff), "misplaced": int(misplaced)}
-    faster = times["queued"] / row["queued"]
+    mine, whole = row.get("total", row["queued"]), {"xla": xla.total(times)}
     print(
-        f"{row['problem']}: xla {times['queued']:.0f} us queued, {faster:.1f} times as long; all scores differ by "
-        f"{float(diff):.1e}, misplaced {int(misplaced)}",
+        f"{row['problem']:25} call{xla.text(mine, whole)}; all scores differ by {float(diff):.0e}, "
+        f"misplaced {int(misplaced)}",
         flush=True,
     )
 
@@ -204,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=60, help="start no shape after this time")
+    parser.add_argument("--seconds", type=float, default=90, help="start no shape after this time")
     parser.add_argument("--no-peer", action="store_true", help="leave DeepGEMM out")
     parser.add_argument(
         "--shapes",
@@ -223,29 +237,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begin = time.perf_counter()
     problems = [ContextProblem(tokens, keys, options.heads) for tokens, keys in options.shapes or PROBLEMS]
     peers = {} if options.no_peer else measure_peers(problems)  # before JAX takes the card's memory
+    for name, times in peers.items():
+        print(f"DeepGEMM {name:21} " + " ".join(f"{k} {v:.1f} us" for k, v in times.items()), flush=True)
+    ceilings = rates.measure("fp8")  # before anything compiles
     report: dict[str, Any] = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "rows": []}
+    report["ceilings"] = dataclasses.asdict(ceilings)
+    late = lambda: time.perf_counter() - begin > options.seconds
+
+    def write() -> None:
+        print(f"{time.perf_counter() - begin:.0f} s", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+
     timed_forms = [("fp8", problem) for problem in problems] + [("fp4", problem) for problem in problems[:2]]
-    firsts: dict[str, tuple[Any, Any, dict]] = {}
+    done = []
     with ThreadPoolExecutor(len(timed_forms)) as pool:
         given = [arrays(problem, form) for form, problem in timed_forms]
         programs = [pool.submit(jax.jit(scores).lower(*each).compile) for each in given]
         for (form, problem), each, program in zip(timed_forms, given, programs, strict=True):
-            if time.perf_counter() - begin > options.seconds:
+            if late():
                 print(f"{problem.name} {form}: out of time", flush=True)
                 continue
             theirs = peers.get(problem.name, {}) if form == "fp8" else {}
-            row = measure(problem, form, each, program.result(), theirs)
+            row = measure(problem, form, each, program.result(), theirs, ceilings)
             report["rows"].append(row)
-            firsts.setdefault(form, (each, program.result(), row))
-            print(f"{time.perf_counter() - begin:.0f} s", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(report, indent=1))
-    for first in firsts.values():
-        if time.perf_counter() - begin <= options.seconds:
-            against_xla(*first)
-            print(f"{time.perf_counter() - begin:.0f} s", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+            done.append((each, program.result(), row))
+            write()
+        # Compiling the references tries out products on the card: after the kernels, and before any of them is timed.
+        plain = jax.jit(partial(scores, implementation="xla"))
+        references = [pool.submit(plain.lower(*each).compile) for each, _, _ in done if not late()]
+        wait(references)
+        for (each, program, row), compiled in zip(done, references, strict=False):
+            if late():
+                xla.left_out(row["problem"], "out of time")
+                continue
+            try:
+                against_xla(each, program, compiled.result(), row)
+            except Exception as error:  # the others are worth their turn
+                row |= xla.left_out(row["problem"], f"{type(error).__name__}: {str(error)[:200]}")
+            write()
 
 
 if __name__ == "__main__":

@@ -73,10 +73,14 @@ def test_layer_check_runs(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.full
 def test_windows_check_runs(capsys, tmp_path):
-    """Two shapes, small, against both references."""
+    """Two shapes, small, of both forms of keys, against both references."""
     options = ["--shapes", "24", "192", "--shapes", "64", "64", "--heads", "16", "--no-peer"]
     windows_check.main([*options, "--seconds", "1000", "--json", str(tmp_path / "windows.json")])
     rows = json.loads((tmp_path / "windows.json").read_text())["rows"]
-    assert [row["misplaced"] for row in rows] == [0, 0]
-    assert rows[0]["xla"]["misplaced"] == 0
+    forms = ["prefill 24x192 h16", "prefill 64x64 h16"]
+    assert [row["problem"] for row in rows] == [*forms, *(f"{name} fp4" for name in forms)]
+    assert [(row["misplaced"], row["xla"]["misplaced"]) for row in rows] == [(0, 0)] * 4
+    # 24 queries of 16 heads, 192 keys and their scales, weights, two ends of windows, scores.
+    moved = 24 * 16 * 128 + 192 * (128 + 4) + 24 * 16 * 4 + 2 * 24 * 4 + 24 * 192 * 4
+    assert rows[0]["gb_s"] == pytest.approx(moved / rows[0]["queued"] / 1e3)
     assert "BAD" not in capsys.readouterr().out

@@ -56,15 +56,15 @@ TOPK = [
         "shape": "131072",
         "variant": "block 64",
         "us": 10.0,
-        "share_of_copy": 0.9,
+        "share": 0.9,
         "check": "ok",
     },
     {"op": "topk", "shape": "4 x 131072", "variant": "mosaic", "target": 30, "check": "ValueError: no"},
 ]
 SPARSE = [
-    {"shape": "decode 64x128", "variant": "mosaic", "us": 110.0, "tflops": 300.0, "wrong": 0},
-    {"shape": "decode 64x128", "variant": "xla", "us": 400.0, "tflops": 90.0, "wrong": 0},
-    {"shape": "prefill 4096x128", "variant": "mosaic", "us": 5000.0, "tflops": 450.0, "wrong": 1},
+    {"shape": "decode 64x128", "variant": "mosaic", "us": 110.0, "tflop_s": 300.0, "wrong": 0},
+    {"shape": "decode 64x128", "variant": "xla", "us": 400.0, "tflop_s": 90.0, "wrong": 0},
+    {"shape": "prefill 4096x128", "variant": "mosaic", "us": 5000.0, "tflop_s": 450.0, "wrong": 1},
     {"shape": "decode 8x128", "variant": "mosaic", "error": "does not compile"},
 ]
 LAYER = {

@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks import rates
 from benchmarks.timing import launches, require_card, require_match
+from benchmarks.xla import lines
 from dsa_jax import Cache, CacheLayout, ops, quant
 from dsa_jax.compat import target_device
 from dsa_jax.config import preset
@@ -271,6 +272,11 @@ def measure(name: str, programs: dict[str, Future], deadline: float, ceilings: r
             entry |= dict(error=f"{type(error).__name__}: {str(error)[:160]}")
         results.append(entry)
         print(line(entry), flush=True)
+    others = [entry for entry in results if entry["variant"] != "xla"]
+    for entry in results:
+        if entry["variant"] == "xla" and "us" in entry:
+            [other.update(xla=entry["us"]) for other in others]
+            lines(name, others, "us", lambda row: row["variant"])
     return results
 
 

@@ -48,6 +48,17 @@ def test_ceilings_are_measured_on_any_device(capsys):
     assert capsys.readouterr().out == f"{found}\n"
 
 
+def test_a_ceiling_that_cannot_be_measured_is_left_out(monkeypatch, capsys):
+    """The run goes on with the copy rate, and says why."""
+
+    def product_rate(name: str, size: int) -> float:
+        raise NotImplementedError(f"{name} of {size}")
+
+    monkeypatch.setattr(rates, "product_rate", product_rate)
+    assert rates.measure("fp8").products == {}
+    assert capsys.readouterr().out.startswith("no ceiling of fp8 products: NotImplementedError: fp8 of 128\n")
+
+
 def test_bytes_of_scores():
     """Three requests of 128 keys and two new tokens: 132 or 68 bytes and two scores a key; a context's scores."""
     assert Problem(3, 128, new_tokens=2).bytes == 3 * 128 * (132 + 8)

@@ -162,7 +162,8 @@ def reference(q: Array, weights: Array, keys: Array, scales: Array, table: Array
     """Scores in float32, one request at a time: ``float32[R, n, W * T]``, -inf at and beyond the limits."""
 
     def decode(codes):
-        # Without the barrier XLA sees a product of FP8 values and gives it to FP8 tensor cores, whatever the precision asked.
+        # Without the barrier XLA sees a product of FP8 values, which it may give to FP8 tensor cores, whatever precision is
+        # asked for; so it does with the options above.
         values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
         return lax.optimization_barrier(values)
 

@@ -188,8 +188,8 @@ def text(us: float, row: dict[str, Any]) -> str:
     """For the end of a line of a table: the kernel's share of the reference's time, and a word where it is slower."""
     if "xla" not in row:
         return ""
-    ratio = us / row["xla"]
-    return f" {ratio:.3f} x xla ({row['xla']:.0f} us)" + (" SLOWER" if ratio > 1 else "")
+    ratio, digits = us / row["xla"], 0 if row["xla"] >= 100 else 1
+    return f" {ratio:.3f} x xla ({row['xla']:.{digits}f} us)" + (" SLOWER" if ratio > 1 else "")
 
 
 def lines(name: str, rows: Sequence[dict[str, Any]], us: str, title: Callable[[dict[str, Any]], str]) -> None:

@@ -166,5 +166,5 @@ def test_references_are_timed_in_order(capsys):
         "1x64", [{"us": 5.0, "xla": 4.0}, {"us": 2.0, "xla": 4.0}, {"error": "no"}], "us", lambda _: "mosaic"
     )
     assert capsys.readouterr().out == (
-        f"{'1x64':21} mosaic 1.250 x xla (4 us) SLOWER\n{'1x64':21} mosaic 0.500 x xla (4 us)\n"
+        f"{'1x64':21} mosaic 1.250 x xla (4.0 us) SLOWER\n{'1x64':21} mosaic 0.500 x xla (4.0 us)\n"
     )

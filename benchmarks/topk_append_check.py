@@ -386,12 +386,12 @@ def run_gather(report: Callable[[Row], None], only: str, late: Callable[[], bool
         rows = (slot[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1).astype(np.int32)
         rows[-5:] = -1
         sets.append(jnp.asarray(rows))
-    block, warps = 64, 4
     for form in ("fp8", *(form for form in INDEX_FORMS if form != "fp8")):
-        name = f"block {block}, {warps} warps" + (f", {form}" if form != "fp8" else "")
+        config = gather_triton.default_config(form, rows=tokens)
+        name = f"block {config.block}, {config.warps} warps" + (f", {form}" if form != "fp8" else "")
         if only in f"gather {name}" and not late():
             keys, scales = stored(form, slots * 8)
-            row = guarded(measure_gather, block, warps, sets, keys, scales)
+            row = guarded(measure_gather, sets, keys, scales)
             if with_xla:
                 call = functools.partial(gather_reference, form)
                 row |= xla.timed(f"gather {form}", call, [(rows, keys, scales) for rows in sets])
@@ -415,8 +415,8 @@ def gather_reference(form: str, rows: jax.Array, keys: jax.Array, scales: jax.Ar
     return gather_index_k(xla.cache_of(xla.layout_of(8, PAGE_SIZE, form), **pages), 3, rows)
 
 
-def measure_gather(block: int, warps: int, sets: list[jax.Array], keys, scales) -> Row:
-    layout = dict(page_scale=8, layer_offset=3, block=block, warps=warps)
+def measure_gather(sets: list[jax.Array], keys, scales) -> Row:
+    layout = dict(page_scale=8, layer_offset=3)
     call = jax.jit(lambda rows, keys, scales: gather_triton.gather_index_k(rows, keys, scales, **layout))
     data, scale = call(sets[0], keys, scales)
     data, scale = np.asarray(data), None if scale is None else np.asarray(scale)

@@ -13,8 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import fp4_check, kernel_check, paged_logits, sparse_mla_check, topk_append_check
+from dsa_jax import Cache, CacheLayout
 from dsa_jax.compat import Device, target_device
+from dsa_jax.config import preset
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
+from dsa_jax.ops import gpu
 from dsa_jax.pallas import (
+    append_triton,
+    gather_triton,
     paged_logits_config,
     paged_logits_fp4_mosaic,
     paged_logits_mosaic,
@@ -304,10 +310,119 @@ def _takes_form(module: Any) -> Callable[[Device, Shape], None]:
     return lambda device, shape: module.supported_on(device, form=shape["form"])
 
 
+# --- append and gather ---------------------------------------------------------------------------------------------
+
+_PAGE_SIZE = 64
+_POOL = 128 << 20
+"""Bytes of a pool to write to or read from: more than the L2 cache holds."""
+
+
+def _append_layout(shape: Shape, latent: bool) -> CacheLayout:
+    forms: Any = {"key_form" if latent else "index_form": shape["form"]}
+    return CacheLayout.create(preset("deepseek-v3.2"), layers=(0,), page_size=_PAGE_SIZE, **forms)
+
+
+def _row_bytes(shape: Shape, latent: bool) -> int:
+    cache = Cache.abstract(_append_layout(shape, latent), 1)
+    pool = cache.pages("key" if latent else "index_key")
+    return pool.shape[-1] * pool.dtype.itemsize
+
+
+def _append_problem(latent: bool, shape: Shape) -> Problem:
+    """Whole pools have to be the reference's. They are not donated; copies of them have names of their own."""
+    tokens, rng = shape["tokens"], np.random.default_rng(0)
+    slots = max(-(-tokens // _PAGE_SIZE), _POOL // (_PAGE_SIZE * _row_bytes(shape, latent)))
+    cache = Cache.create(_append_layout(shape, latent), slots)
+    vectors = [jnp.asarray(rng.normal(size=(tokens, n)), jnp.bfloat16) for n in (128, 512, 64)]
+    vectors = vectors[1:] if latent else vectors[:1]
+    rows = [jnp.asarray(rng.permutation(slots * _PAGE_SIZE)[:tokens], jnp.int32) for _ in range(4)]
+    kernel: Any = (gpu.append_latent if latent else gpu.append_index_k)(cache)[0].run
+    reference: Any = topk_append_check.append_latent if latent else topk_append_check.append_index_k
+    written = lambda cache: [x for name, x in cache.pools().items() if name.startswith("index") != latent]
+    want = jax.jit(lambda cache: written(reference(cache, 0, *vectors, rows[0])))(cache)
+
+    def call(config: Any) -> Callable[..., Any]:
+        scale = (None,) if latent else ()
+        return lambda cache, rows, *vectors: written(kernel(cache, 0, *vectors, rows, *scale, config=config))
+
+    def check(program: Callable) -> str:
+        wrong = [int((a != b).sum()) for a, b in zip(program(cache, rows[0], *vectors), want, strict=True)]
+        return f"WRONG: {sum(wrong)} entries" if any(wrong) else "ok"
+
+    name = "append_latent" if latent else "append_index_k"
+    return Problem(call, [(cache, own, *vectors) for own in rows], check, name)
+
+
+def _append_default(latent: bool, shape: Shape) -> Any:
+    numbers = dict(tokens=shape["tokens"], row_bytes=_row_bytes(shape, latent))
+    return append_triton.default_config(shape["form"], **numbers, latent=latent)
+
+
+def _append_candidates(shape: Shape) -> list[Any]:
+    return [append_triton.Config(*fields) for fields in itertools.product((1, 2, 4, 8, 16), (2, 4, 8))]
+
+
+def _gather_problem(shape: Shape) -> Problem:
+    """Rows of whole pages, some of which do not exist; the reference's results."""
+    rng, count = np.random.default_rng(1), shape["rows"]
+    used = -(-count // _PAGE_SIZE)
+    slots = max(used, _POOL // (_PAGE_SIZE * _row_bytes(shape, latent=False)))
+    keys, scales = topk_append_check.stored(shape["form"], slots)
+
+    def rows() -> jax.Array:
+        found = rng.permutation(slots)[:used, None] * _PAGE_SIZE + np.arange(_PAGE_SIZE)
+        found[:, 1::50] = -1
+        return jnp.asarray(found.reshape(-1)[:count], jnp.int32)
+
+    def call(config: Any) -> Callable[..., Any]:
+        return functools.partial(gather_triton.gather_index_k, page_scale=1, layer_offset=0, config=config)
+
+    def reference(rows: jax.Array, pool: jax.Array) -> jax.Array:
+        flat = pool.reshape(-1, *pool.shape[2:])
+        return flat.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    def check(program: Callable) -> str:
+        got = [x for x in program(*arguments[0]) if x is not None]
+        pools = [keys] if scales is None else [keys, scales]
+        wrong = [int((a != reference(arguments[0][0], b)).sum()) for a, b in zip(got, pools, strict=True)]
+        return f"WRONG: {sum(wrong)} entries" if any(wrong) else "ok"
+
+    arguments = [(rows(), keys, scales) for _ in range(8)]
+    return Problem(call, arguments, check, "gather_index_k")
+
+
+def _gather_candidates(shape: Shape) -> list[Any]:
+    return [gather_triton.Config(*fields) for fields in itertools.product((16, 32, 64, 128, 256), (2, 4, 8))]
+
+
+def _takes_pages(module: Any) -> Callable[[Device, Shape], None]:
+    return lambda device, shape: module.supported_on(device, page_size=_PAGE_SIZE)
+
+
+def _known_form(forms: Sequence[str], shape: Shape) -> str | None:
+    known = shape["form"] in forms
+    return None if known else f"form is {shape['form']!r}, wanted {' or '.join(map(repr, forms))}"
+
+
 _ROWS: Shape = dict(rows=None, columns=None)
 _ATTENTION: Shape = dict(tokens=None, heads=128, keys=2048, form="bf16")
 
 KERNELS: dict[str, Kernel] = {
+    "append_triton": Kernel(
+        dict(tokens=None, form="fp8"), functools.partial(_append_problem, False),
+        functools.partial(_append_default, False), _append_candidates, _takes_pages(append_triton),
+        refuses=functools.partial(_known_form, INDEX_FORMS),
+    ),
+    "append_triton_latent": Kernel(
+        dict(tokens=None, form="bf16"), functools.partial(_append_problem, True),
+        functools.partial(_append_default, True), _append_candidates, _takes_pages(append_triton),
+        refuses=functools.partial(_known_form, KEY_FORMS),
+    ),
+    "gather_triton": Kernel(
+        dict(rows=None, form="fp8"), _gather_problem,
+        lambda shape: gather_triton.default_config(shape["form"], rows=shape["rows"]),
+        _gather_candidates, _takes_pages(gather_triton), refuses=functools.partial(_known_form, INDEX_FORMS),
+    ),
     "paged_logits_mosaic": Kernel(
         _DECODE, functools.partial(_fp8_problem, paged_logits_mosaic), _fp8_default, _fp8_candidates,
         _takes_scores(paged_logits_mosaic), _DECODE_FACTS, _fits_pages,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cases
+import form_cases
 from dsa_jax import ops
 from dsa_jax.cache import Cache
 from dsa_jax.ops import dispatch
 from dsa_jax.pallas import (
+    append_triton,
+    gather_triton,
     paged_logits_fp4_mosaic,
     paged_logits_mosaic,
     paged_logits_triton,
@@ -26,6 +30,7 @@ HEADS, K, WIDTH = 32, 4, 128
 TOPK = {"mosaic": topk_mosaic.Config(128, 4, 2, least=1), "triton": topk_triton.Config((256,), 2)}
 SCORES = {"mosaic": paged_logits_mosaic.PagedLogitsConfig(stages=2), "triton": paged_logits_triton.Config(2)}
 ATTENTION = {"mosaic": sparse_mla_mosaic.Config(prefetch=256), "triton": sparse_mla_triton.Config(splits=2)}
+APPEND, GATHER = {"triton": append_triton.Config(2, 2)}, {"triton": gather_triton.Config(8, 2)}
 
 
 @pytest.fixture
@@ -62,6 +67,10 @@ def kernels(card, monkeypatch):
         attention = lambda q, keys, rows: (jnp.zeros(q.shape[:2] + (512,)), jnp.zeros(q.shape[:2]))
         noting(module, "sparse_mla", attention)
         monkeypatch.setattr(module, "supported_on", lambda device, **_: None)
+    noting(append_triton, "append_index_k", lambda k, rows, *pools: pools)
+    for function in ("append_latent", "append_latent_codes"):
+        noting(append_triton, function, lambda latent, k_rope, rows, pools: pools)
+    noting(gather_triton, "gather_index_k", lambda rows, keys, scales: (rows, None))
     return seen
 
 
@@ -81,6 +90,29 @@ def windows(**options):
     q, k = jnp.zeros((1, HEADS, WIDTH), jnp.uint8), (jnp.zeros((64, WIDTH), jnp.uint8), jnp.ones(64))
     edge = jnp.array([3], jnp.int32)
     return ops.mqa_logits(q, k, jnp.zeros((1, HEADS)), edge, edge + 9, **options)
+
+
+def append_keys(index="fp8", **options):
+    """Five tokens of two contexts."""
+    layout = cases.layout(index=index)
+    step = cases.step(cases.batch([(3, 3), (9, 2)]), layout)
+    k = jnp.asarray(np.random.default_rng(0).normal(size=(5, layout.index_head_dim)), jnp.float32)
+    return ops.append_index_k(Cache.create(layout, cases.SLOTS), 0, k, step, **options)
+
+
+def append_latents(key="bf16", **options):
+    layout = form_cases.layout(key=key, page_size=64) if key == "fp8_ds_mla" else cases.layout(key=key)
+    step = cases.step(cases.batch([(5, 5)], page_size=layout.page_size), layout)
+    values = (jnp.asarray(x) for x in form_cases.latents(layout, 5))
+    return ops.append_latent(Cache.create(layout, cases.SLOTS), 0, *values, step, **options)
+
+
+def gather(index="fp8", **options):
+    layout = cases.layout(index=index)
+    step, cache = cases.step(cases.batch([(15, 3), (9, 2)]), layout), Cache.create(layout, cases.SLOTS)
+    pages = cache.pages("index_key")
+    keys = jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape).astype(pages.dtype)
+    return ops.gather_index_k(cache.replace_pages(index_key=keys), 0, step, **options)
 
 
 @pytest.mark.parametrize("name", ["mosaic", "triton"])
@@ -128,6 +160,31 @@ def test_attention(kernels, name):
     assert kernels == [(f"sparse_mla_{name}", ATTENTION[name])]
 
 
+@pytest.mark.parametrize("key", ["f32", "fp8_ds_mla"])
+def test_appends_and_gathers(kernels, key):
+    """Through either kernel of latents, of floats and of codes."""
+    append_keys(implementation="triton", config=APPEND["triton"])
+    append_latents(key, implementation="triton", config=APPEND["triton"])
+    gather(implementation="triton", config=GATHER["triton"])
+    append = ("append_triton", APPEND["triton"])
+    assert kernels == [append, append, ("gather_triton", GATHER["triton"])]
+
+
+@pytest.mark.parametrize(
+    ("call", "config", "grid"),
+    [(append_keys, APPEND, (3, 1)), (append_latents, APPEND, (3, 1)), (gather, GATHER, (4,))],
+)
+def test_blocks_of_appends_and_gathers(card, call, config, grid):
+    """Five tokens in blocks of two are three programs, 26 rows in blocks of eight are four; the results stay."""
+    own = lambda: call("f32", implementation="triton", config=config["triton"])
+    text = str(jax.make_jaxpr(own)())
+    assert text.count(f"GridMapping(grid={grid}") == 1, text
+    assert text.count("num_warps=2,") == 1, text
+    results = (jax.tree.leaves(jax.jit(f)()) for f in (own, lambda: call("f32", implementation="xla")))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
 def test_the_kernel_itself_follows(card):
     """Spans of 256 columns instead of one tile: the same choice from two launches, in the interpreter."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 600)), jnp.float32)
@@ -154,6 +211,9 @@ CALLS = {
     "select_tokens": (lambda **o: ops.select_tokens(*problem(), K, **o), TOPK),
     "select_rows": (lambda **o: ops.select_rows(*problem(), K, **o), TOPK),
     "sparse_mla": (attention, ATTENTION),
+    "append_index_k": (append_keys, APPEND),
+    "append_latent": (append_latents, APPEND),
+    "gather_index_k": (gather, GATHER),
 }
 
 
@@ -161,8 +221,9 @@ CALLS = {
 @pytest.mark.parametrize("implementation", [None, ("mosaic", "triton"), ("triton", "xla")])
 def test_no_schedule_without_a_named_kernel(card, op, implementation):
     call, configs = CALLS[op]
+    names = "('mosaic' or )?'triton'( or 'mosaic')?"
     message = (
-        rf"{op}: config is a .*Config, but implementation is .*Pass implementation='(mosaic|triton)' or "
+        rf"{op}: config is a .*Config, but implementation is .*Pass implementation={names} with config, or "
     )
     with pytest.raises(ValueError, match=message):
         call(implementation=implementation, config=configs["triton"])
@@ -177,10 +238,15 @@ def test_no_schedule_for_the_reference(op):
         call(implementation="xla", config=configs["triton"])
 
 
-@pytest.mark.parametrize("op", CALLS)
-@pytest.mark.parametrize(("name", "other"), [("mosaic", "triton"), ("triton", "mosaic")])
+PAIRS = [("mosaic", "triton"), ("triton", "mosaic")]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "other"), [(op, *pair) for op in CALLS for pair in PAIRS if pair[0] in CALLS[op][1]]
+)
 def test_no_schedule_of_another_kernel(card, op, name, other):
     call, configs = CALLS[op]
+    configs = TOPK | configs  # some ops have one kernel
     wanted = type(configs[name])
     title = rf"{wanted.__module__.rpartition('.')[2]}\.{wanted.__name__}"
     with pytest.raises(ValueError, match=rf"{op}: config is a .*; '{name}' wants a {title}\. Make one"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -18,6 +19,9 @@ from dsa_jax.pallas import paged_logits_triton, topk_mosaic, tuning
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
+    "append_triton": ["tokens=64", "tokens=8192,form=fp4", "tokens=1,form=f32"],
+    "append_triton_latent": ["tokens=64", "tokens=8192,form=fp8_ds_mla", "tokens=64,form=f32"],
+    "gather_triton": ["rows=131072", "rows=1,form=fp4"],
     "paged_logits_mosaic": ["requests=64,keys=32768", "requests=1,keys=4096,heads=32", "requests=64,keys=4096,new_tokens=4"],
     "paged_logits_mosaic_prefill": ["tokens=512,keys=2048"],
     "paged_logits_fp4_mosaic": ["requests=64,keys=32768", "requests=4,keys=8192,new_tokens=3"],
@@ -96,6 +100,7 @@ def test_a_card_that_the_kernel_does_not_run_on(monkeypatch, capsys):
         (["topk_mosaic", "rows=64,cols=3"], "topk_mosaic has no 'cols'; it takes rows, columns"),
         (["topk_mosaic", "rows=64"], "topk_mosaic needs columns as well"),
         (["topk_mosaic", "rows=0,columns=3"], "rows is '0', wanted a positive number"),
+        (["append_triton", "tokens=1,form=bf16"], "form is 'bf16', wanted 'fp8' or 'f32' or 'fp4'"),
         (["topk_mosaic", "rows,columns=3"], "rows is '', wanted a positive number"),
         (["paged_logits_mosaic", "requests=1,keys=100"], "keys is 100, wanted a multiple of page_size 64"),
         (["paged_logits_mosaic_prefill", "tokens=2048,keys=4096"], "tokens is 2048, wanted at most keys"),
@@ -248,10 +253,28 @@ def test_scores_of_topk(kernel):
     assert problem.check(lambda x, limits: reference(x, limits) + 1).startswith("WRONG normal")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [("append_triton", "tokens=5"), ("append_triton_latent", "tokens=5,form=f32"), ("gather_triton", "rows=70,form=fp4")],
+)  # fmt: skip
+def test_appends_and_gathers(kernel, text, monkeypatch):
+    """The interpreted kernel agrees with the reference, under a schedule that is not today's; a changed one does not."""
+    monkeypatch.setattr(tune_kernels, "_POOL", 1 << 14)
+    own, shape = tune_kernels.KERNELS[kernel], tune.shape_of(kernel, text)
+    problem = own.problem(shape)
+    program = jax.jit(problem.call(own.candidates(shape)[3]))
+    assert problem.check(program) == "ok"
+    shifted = lambda *arguments: jax.tree.map(lambda x: x.at[0].add(1), program(*arguments))
+    assert problem.check(shifted).startswith("WRONG: ")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kernel", "text"),
     [
+        ("append_triton", "tokens=64"),
+        ("append_triton_latent", "tokens=64,form=nvfp4"),
+        ("gather_triton", "rows=4096"),
         ("topk_triton", "rows=8,columns=4096"),
         ("paged_logits_triton", "requests=4,keys=4096"),
         ("sparse_mla_triton", "tokens=8,heads=16"),

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from dsa_jax.compat import Device, describe
+from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
 from dsa_jax.pallas import (
+    append_triton,
+    gather_triton,
     paged_logits_config,
     paged_logits_fp4_mosaic,
     paged_logits_triton,
@@ -227,15 +230,6 @@ def test_which_scores_of_many_rows_are_tried_first(form, size, first):
     assert tuning.choose("many_row_scores", tuning.Preference, facts, H200) == tuning.Preference(first)
 
 
-@pytest.mark.parametrize(
-    ("form", "tokens", "first"),
-    [("f32", 4095, "triton"), ("f32", 4096, "xla"), ("fp8", 8192, "triton"), ("fp4", 8192, "triton")],
-)
-def test_who_appends_keys(form, tokens, first):
-    chosen = tuning.choose("append_index_k", tuning.KernelOrReference, dict(form=form, tokens=tokens), H200)
-    assert chosen == tuning.KernelOrReference(first)
-
-
 def every_choice():
     """Ask for schedules of many shapes, so that each rule has its turn."""
     for columns in (1000, 2000, 4000, 8000, 16000, 32000, 65000, 131072):
@@ -256,6 +250,12 @@ def every_choice():
                 module.default_config(card, form, tokens=64, heads=128, keys=2048)
             for heads in (16, 128):
                 tuning.choose("sparse_mla", tuning.Preference, {"form": form, "heads": heads}, card)
+    for form, tokens in itertools.product(INDEX_FORMS, (64, 8192)):
+        append_triton.default_config(form, tokens=tokens, row_bytes=512)
+    for form, tokens in itertools.product(KEY_FORMS, (64, 8192)):
+        append_triton.default_config(form, tokens=tokens, row_bytes=1152, latent=True)
+    append_triton.default_config("f32", tokens=64, row_bytes=2048)
+    gather_triton.default_config("fp8", rows=1)
     for form in ("f32", "fp8"):
         tuning.choose("append_index_k", tuning.KernelOrReference, {"form": form, "tokens": 8192})
     for form, products in (("fp8", 1), ("fp4", 1), ("fp4", 2**28)):

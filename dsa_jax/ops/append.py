@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax import Array
 
 from dsa_jax import xla
@@ -66,7 +68,13 @@ def quantize_index_k(
 
 
 def append_index_k(
-    cache: Cache, layer: int | Array, k: Array, step: Step, *, implementation: Choice = None
+    cache: Cache,
+    layer: int | Array,
+    k: Array,
+    step: Step,
+    *,
+    implementation: Choice = None,
+    config: Any = None,
 ) -> Cache:
     """Quantise the step's indexer keys and write them at the step's rows.
 
@@ -78,13 +86,14 @@ def append_index_k(
         layer: local layer number, a Python int or a traced ``int32`` scalar.
         k: floats ``[N, D]``.
         step: ``StepMetadata.derive()`` for this cache's layout.
-        implementation: see ``dsa_jax.ops``.
+        implementation, config: see ``dsa_jax.ops``; the schedule is ``append_triton.Config``.
 
     Returns:
         A cache with the new keys.
 
     Raises:
-        ValueError: for a wrong shape or dtype, another cache's step, or a shared-indexer layer.
+        ValueError: for a wrong shape or dtype, another cache's step, a shared-indexer layer, or a ``config`` that is not the
+            named kernel's.
     """
     check_cache("append_index_k", cache)
     check_step("append_index_k", step)
@@ -98,7 +107,8 @@ def append_index_k(
     facts = {"form": cache.layout.index_form, "tokens": step.bucket.tokens}
     first = choose("append_index_k", KernelOrReference, facts).first
     candidates = (reference, *kernels) if first == "xla" else (*kernels, reference)
-    return dispatch("append_index_k", implementation, candidates, cache, layer, k, step.rows)
+    arguments = (cache, layer, k, step.rows)
+    return dispatch("append_index_k", implementation, candidates, *arguments, config=config)
 
 
 def append_latent(
@@ -110,6 +120,7 @@ def append_latent(
     *,
     key_scale: float | Array | None = None,
     implementation: Choice = None,
+    config: Any = None,
 ) -> Cache:
     """Write the step's MLA latents and rotary keys at the step's rows.
 
@@ -122,14 +133,14 @@ def append_latent(
         key_scale: positive per-tensor scale of the ``fp8`` form and global scale of ``nvfp4``, a number or a ``float32``
             scalar, 1 by default; what is stored are codes of ``x / key_scale``, so readers need the same scale. The other
             forms take none.
-        implementation: see ``dsa_jax.ops``.
+        implementation, config: see ``dsa_jax.ops``; the schedule is ``append_triton.Config``.
 
     Returns:
         A cache with the new latents.
 
     Raises:
-        ValueError: for a wrong shape or dtype, another cache's step, an unknown layer, or a ``key_scale`` that the form
-            does not take.
+        ValueError: for a wrong shape or dtype, another cache's step, an unknown layer, a ``key_scale`` that the form does
+            not take, or a ``config`` that is not the named kernel's.
     """
     check_cache("append_latent", cache)
     check_step("append_latent", step)
@@ -146,9 +157,8 @@ def append_latent(
     )
     check_layer("append_latent", cache, layer, Role.KEY)
     candidates = (*gpu.append_latent(cache), Candidate("xla", xla.append_latent))
-    return dispatch(
-        "append_latent", implementation, candidates, cache, layer, latent, k_rope, step.rows, key_scale
-    )
+    arguments = (cache, layer, latent, k_rope, step.rows, key_scale)
+    return dispatch("append_latent", implementation, candidates, *arguments, config=config)
 
 
 def check_key_scale(problems: Problems, cache: Cache, key_scale: float | Array | None) -> None:

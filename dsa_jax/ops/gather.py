@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax import Array
 
 from dsa_jax import xla
@@ -14,7 +16,7 @@ from dsa_jax.ops.dispatch import Candidate, Choice, dispatch
 
 
 def gather_index_k(
-    cache: Cache, layer: int | Array, step: Step, *, implementation: Choice = None
+    cache: Cache, layer: int | Array, step: Step, *, implementation: Choice = None, config: Any = None
 ) -> tuple[Array, Array | None]:
     """Indexer keys of the contexts' whole history, this step's tokens included, request after request.
 
@@ -24,7 +26,7 @@ def gather_index_k(
         cache: the cache.
         layer: local layer number, a Python int or a traced ``int32`` scalar.
         step: ``StepMetadata.derive()``; its bucket's ``gathered_keys`` is the number of rows.
-        implementation: see ``dsa_jax.ops``.
+        implementation, config: see ``dsa_jax.ops``; the schedule is ``gather_triton.Config``.
 
     Returns:
         Codes ``uint8[gathered_keys, D]`` and scales ``float32[gathered_keys]`` (FP8), codes ``uint8[gathered_keys, D/2]``
@@ -32,7 +34,7 @@ def gather_index_k(
         Rows beyond the contexts' keys are zeros.
 
     Raises:
-        ValueError: for another cache's step or a shared-indexer layer.
+        ValueError: for another cache's step, a shared-indexer layer, or a ``config`` that is not the named kernel's.
     """
     check_cache("gather_index_k", cache)
     check_step("gather_index_k", step)
@@ -45,4 +47,5 @@ def gather_index_k(
     )
     check_layer("gather_index_k", cache, layer, Role.INDEX_KEY)
     candidates = (*gpu.gather_index_k(cache), Candidate("xla", xla.gather_index_k))
-    return dispatch("gather_index_k", implementation, candidates, cache, layer, step.gather_rows)
+    arguments = (cache, layer, step.gather_rows)
+    return dispatch("gather_index_k", implementation, candidates, *arguments, config=config)

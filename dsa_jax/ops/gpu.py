@@ -35,7 +35,7 @@ def append_index_k(cache: Cache) -> tuple[Candidate, ...]:
         append_triton.supported_on(device, page_size=layout.page_size)
         _need_power_of_two("index_head_dim", layout.index_head_dim)
 
-    def run(cache: Cache, layer: int | Array, k: Array, rows: Array) -> Cache:
+    def run(cache: Cache, layer: int | Array, k: Array, rows: Array, config: Any = None) -> Cache:
         from dsa_jax.pallas import append_triton
 
         offset = _offset(cache, Role.INDEX_KEY, layer)
@@ -43,12 +43,12 @@ def append_index_k(cache: Cache) -> tuple[Candidate, ...]:
         keys, scales = append_triton.append_index_k(
             k, _rows(offset, rows), cache.pages("index_key"), scales,
             page_scale=layout.scale(Role.INDEX_KEY), layer_offset=offset, scale_rule=layout.scale_rule,
-            tie_rule=layout.tie_rule,
+            tie_rule=layout.tie_rule, config=config,
         )  # fmt: skip
         written: dict[str, Any] = {"index_key": keys} | ({} if scales is None else {"index_scale": scales})
         return cache.replace_pages(**written)
 
-    return (Candidate("triton", run, supported),)
+    return (Candidate("triton", run, supported, KERNELS["append_triton"].config_type),)
 
 
 def append_latent(cache: Cache) -> tuple[Candidate, ...]:
@@ -65,7 +65,15 @@ def append_latent(cache: Cache) -> tuple[Candidate, ...]:
         _need_power_of_two("latent_dim", layout.latent_dim, least)
         _need_power_of_two("rope_dim", layout.rope_dim, least)
 
-    def run(cache: Cache, layer: int | Array, latent: Array, k_rope: Array, rows: Array, key_scale) -> Cache:
+    def run(
+        cache: Cache,
+        layer: int | Array,
+        latent: Array,
+        k_rope: Array,
+        rows: Array,
+        key_scale,
+        config: Any = None,
+    ) -> Cache:
         from dsa_jax.pallas import append_triton
 
         names = [name for name in ("key", "key_scale", "key_rope") if getattr(cache, name) is not None]
@@ -74,17 +82,17 @@ def append_latent(cache: Cache) -> tuple[Candidate, ...]:
         if floats:
             pages = append_triton.append_latent(
                 latent, k_rope, rows, cache.pages("key"),
-                page_scale=layout.scale(Role.KEY), layer_offset=offsets[0],
+                page_scale=layout.scale(Role.KEY), layer_offset=offsets[0], config=config,
             )  # fmt: skip
             return cache.replace_pages(key=pages)
         pools = append_triton.append_latent_codes(
             latent, k_rope, rows, [cache.pages(name) for name in names],
             page_scales=tuple(layout.scale(cache.role(name)) for name in names), layer_offsets=offsets,
-            key_scale=key_scale,
+            key_scale=key_scale, config=config,
         )  # fmt: skip
         return cache.replace_pages(**dict(zip(names, pools, strict=True)))
 
-    return (Candidate("triton", run, supported),)
+    return (Candidate("triton", run, supported, KERNELS["append_triton_latent"].config_type),)
 
 
 def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
@@ -98,17 +106,17 @@ def gather_index_k(cache: Cache) -> tuple[Candidate, ...]:
         gather_triton.supported_on(device, page_size=layout.page_size)
         _need_power_of_two("index_head_dim", layout.index_head_dim)
 
-    def run(cache: Cache, layer: int | Array, rows: Array) -> tuple[Array, Array | None]:
+    def run(cache: Cache, layer: int | Array, rows: Array, config: Any = None) -> tuple[Array, Array | None]:
         from dsa_jax.pallas import gather_triton
 
         offset = _offset(cache, Role.INDEX_KEY, layer)
         scales = None if cache.index_scale is None else cache.pages("index_scale")
         return gather_triton.gather_index_k(
             _rows(offset, rows), cache.pages("index_key"), scales,
-            page_scale=layout.scale(Role.INDEX_KEY), layer_offset=offset,
+            page_scale=layout.scale(Role.INDEX_KEY), layer_offset=offset, config=config,
         )  # fmt: skip
 
-    return (Candidate("triton", run, supported),)
+    return (Candidate("triton", run, supported, KERNELS["gather_triton"].config_type),)
 
 
 def paged_mqa_logits(cache: Cache, heads: int, step: Step) -> tuple[Candidate, ...]:

@@ -22,9 +22,6 @@ from dsa_jax.quant import ScaleRule, TieRule
 from dsa_jax.quant.fp4 import GROUP, GROUPS
 from dsa_jax.quant.fp8 import exact_divide
 
-_WIDE = 2048
-"""Bytes of a float row from which a program of a small step takes one token: float32 latents."""
-
 
 class Place(NamedTuple):
     """Where a layer's pages are in a pool: page `slot * page_scale + layer_offset`."""
@@ -48,14 +45,13 @@ class Part:
         inputs: arrays that the kernel reads, tokens first unless they are scalars `[1]`.
         pools: arrays that the kernel writes, `[P, T, ...]`, words where the pool has bytes.
         places: one for each pool.
-        block: tokens of a program in a step of few tokens and in one of many.
+        row_bytes: of a token in the first pool.
     """
-
-    block: tuple[int, int] = (1, 4)
 
     def __init__(self, inputs: Sequence[Array], pools: Sequence[Array], places: Sequence[Place]):
         self._dtypes = [pool.dtype for pool in pools]
         self.inputs, self.places = list(inputs), list(places)
+        self.row_bytes = pools[0].shape[-1] * pools[0].dtype.itemsize
         self.pools = [as_words(pool) if pool.dtype == jnp.uint8 else pool for pool in pools]
 
     def read(self, inputs: Sequence[Any], token: Array, exists: Array) -> list[Array]:
@@ -79,11 +75,6 @@ class Part:
 class FloatPart(Part):
     """Vectors as they are, side by side in wide rows, in the dtype of the pages."""
 
-    def __init__(self, inputs, pools, places):
-        super().__init__(inputs, pools, places)
-        wide = pools[0].shape[-1] * pools[0].dtype.itemsize >= _WIDE
-        self.block = (1 if wide else 4, 8)
-
     def read(self, inputs, token, exists):
         """Every input as it is."""
         return [_load(source, token, exists, (source.shape[1],)) for source in inputs]
@@ -95,8 +86,6 @@ class FloatPart(Part):
 
 class Fp8IndexPart(Part):
     """Indexer keys in FP8: one scale a vector."""
-
-    block = (4, 16)
 
     def __init__(self, inputs, pools, places, rule: ScaleRule, interpret: bool):
         super().__init__(inputs, pools, places)
@@ -117,8 +106,6 @@ class Fp8IndexPart(Part):
 
 class Fp4IndexPart(Part):
     """Indexer keys in FP4: four scale bytes a vector, in one word."""
-
-    block = (4, 8)
 
     def __init__(self, inputs, pools, places, rule: TieRule):
         super().__init__(inputs, pools, places)

@@ -8,6 +8,7 @@ append_parts.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -19,13 +20,27 @@ from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax.compat import Device
 from dsa_jax.pallas import append_parts as parts_of
+from dsa_jax.pallas import tuning
 from dsa_jax.pallas.append_parts import Part, Place, Spot
+from dsa_jax.pallas.config_checks import check_fields, power_of_two
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
 from dsa_jax.quant import ScaleRule, TieRule
 
-_MANY_TOKENS = 1024
-"""From here on a warp takes several tokens."""
-_WARPS = 4
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How an append is laid out on the card; no field has an effect on what is written.
+
+    Attributes:
+        block: most tokens of a program, a power of two; a step of fewer takes smaller programs.
+        warps: warps of a program.
+    """
+
+    block: int
+    warps: int = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, block=power_of_two(1, 1024), warps=power_of_two(1, 32))
 
 
 def supported_on(device: Device, *, page_size: int | None = None) -> None:
@@ -36,7 +51,20 @@ def supported_on(device: Device, *, page_size: int | None = None) -> None:
         raise NotImplementedError(f"page_size is {page_size}; this kernel needs a power of two")
 
 
-@functools.partial(jax.jit, static_argnames=("page_scale", "scale_rule", "tie_rule", "interpret"))
+def default_config(form: str, *, tokens: int, row_bytes: int, latent: bool = False) -> Config:
+    """Tokens and warps of a program, by the rules of `tuning`.
+
+    Args:
+        form: INDEX form of the pages, or KEY form.
+        tokens: token places of the step.
+        row_bytes: of a token in the pool of keys or latents; scales have a pool of their own.
+        latent: whether they are latents.
+    """
+    facts = dict(form=form, tokens=tokens, row_bytes=row_bytes)
+    return tuning.choose("append_triton_latent" if latent else "append_triton", Config, facts)
+
+
+@functools.partial(jax.jit, static_argnames=("page_scale", "scale_rule", "tie_rule", "config", "interpret"))
 def append_index_k(
     k: Array,
     rows: Array,
@@ -47,6 +75,7 @@ def append_index_k(
     layer_offset: int | Array,
     scale_rule: ScaleRule = "ue8m0",
     tie_rule: TieRule = "deepgemm",
+    config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[Array, Array | None]:
     """Quantise indexer keys and write codes and scales at `rows`.
@@ -61,6 +90,7 @@ def append_index_k(
         layer_offset: int32 scalar, static or traced.
         scale_rule: of FP8, "ue8m0" or "fp32", as `dsa_jax.quant.quantize_fp8` defines them.
         tie_rule: of FP4, "deepgemm" or "even", as `dsa_jax.quant.encode_e2m1` defines them.
+        config: layout on the card, `default_config` if None.
         interpret: run as XLA operations; None does so where the target is no GPU.
 
     Returns:
@@ -70,16 +100,17 @@ def append_index_k(
     pools = [keys] if scales is None else [keys, scales]
     arguments = [k], pools, [Place(page_scale, layer_offset)] * len(pools)
     if scales is None:
-        part = parts_of.FloatPart(*arguments)
+        form, part = "f32", parts_of.FloatPart(*arguments)
     elif scales.dtype == jnp.int32:
-        part = parts_of.Fp4IndexPart(*arguments, tie_rule)
+        form, part = "fp4", parts_of.Fp4IndexPart(*arguments, tie_rule)
     else:
-        part = parts_of.Fp8IndexPart(*arguments, scale_rule, interpret)
-    keys, *scales_written = part.result(_launch("append_index_k", rows, [part], interpret)[0])
+        form, part = "fp8", parts_of.Fp8IndexPart(*arguments, scale_rule, interpret)
+    config = config or _config_of(part, rows, form)
+    keys, *scales_written = part.result(_launch("append_index_k", rows, [part], config, interpret)[0])
     return keys, scales_written[0] if scales_written else None
 
 
-@functools.partial(jax.jit, static_argnames=("page_scale", "interpret"))
+@functools.partial(jax.jit, static_argnames=("page_scale", "config", "interpret"))
 def append_latent(
     latent: Array,
     k_rope: Array,
@@ -88,6 +119,7 @@ def append_latent(
     *,
     page_scale: int,
     layer_offset: int | Array,
+    config: Config | None = None,
     interpret: bool | None = None,
 ) -> Array:
     """Write latents and rotary keys side by side at `rows`.
@@ -99,6 +131,7 @@ def append_latent(
         pages: bf16 or f32`[P, T, C + E]`, T a power of two.
         page_scale: pages of a slot.
         layer_offset: int32 scalar, static or traced.
+        config: layout on the card, `default_config` if None.
         interpret: run as XLA operations; None does so where the target is no GPU.
 
     Returns:
@@ -106,10 +139,11 @@ def append_latent(
     """
     interpret = interpret_here() if interpret is None else interpret
     part = parts_of.FloatPart([latent, k_rope], [pages], [Place(page_scale, layer_offset)])
-    return part.result(_launch("append_latent", rows, [part], interpret)[0])[0]
+    config = config or _config_of(part, rows, _float_form(pages), latent=True)
+    return part.result(_launch("append_latent", rows, [part], config, interpret)[0])[0]
 
 
-@functools.partial(jax.jit, static_argnames=("page_scales", "interpret"))
+@functools.partial(jax.jit, static_argnames=("page_scales", "config", "interpret"))
 def append_latent_codes(
     latent: Array,
     k_rope: Array,
@@ -119,6 +153,7 @@ def append_latent_codes(
     page_scales: tuple[int, ...],
     layer_offsets: Sequence[int | Array],
     key_scale: float | Array | None = None,
+    config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[Array, ...]:
     """Quantise latents and rotary keys and write them at `rows`. The pools tell the form:
@@ -135,6 +170,7 @@ def append_latent_codes(
         page_scales: pages of a slot, in each pool.
         layer_offsets: int32 scalars, static or traced, one for each pool.
         key_scale: f32 scalar of FP8 and NVFP4, 1 if None; the 656-byte token has none.
+        config: layout on the card, `default_config` if None.
         interpret: run as XLA operations; None does so where the target is no GPU.
 
     Returns:
@@ -144,12 +180,13 @@ def append_latent_codes(
     places = [Place(*place) for place in zip(page_scales, layer_offsets, strict=True)]
     factor = jnp.asarray(1.0 if key_scale is None else key_scale, jnp.float32).reshape(1)
     if len(pools) == 1:
-        part = parts_of.Fp8LatentPart([latent, k_rope, factor], pools, places, interpret)
+        form, part = "fp8", parts_of.Fp8LatentPart([latent, k_rope, factor], pools, places, interpret)
     elif len(pools) == 2:
-        part = parts_of.NvFp4LatentPart([latent, k_rope, factor], pools, places, interpret)
+        form, part = "nvfp4", parts_of.NvFp4LatentPart([latent, k_rope, factor], pools, places, interpret)
     else:
-        part = parts_of.DsMlaLatentPart([latent, k_rope], pools, places)
-    return part.result(_launch("append_latent", rows, [part], interpret)[0])
+        form, part = "fp8_ds_mla", parts_of.DsMlaLatentPart([latent, k_rope], pools, places)
+    config = config or _config_of(part, rows, form, latent=True)
+    return part.result(_launch("append_latent", rows, [part], config, interpret)[0])
 
 
 @functools.partial(jax.jit, static_argnames=("index_scale", "key_scale", "scale_rule", "interpret"))
@@ -169,7 +206,11 @@ def append_both(
     scale_rule: ScaleRule = "ue8m0",
     interpret: bool | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`append_index_k` in FP8 and `append_latent` of the same tokens in one launch.
+    """`append_index_k` in FP8 and `append_latent` of the same tokens in one launch, for callers that hold both.
+
+    No op uses it: each of the two ops hands back a cache of its own, and a layer selects with the keys before it appends
+    latents. A layer that calls this before it selects saves a launch; its programs take as many tokens as those of the
+    append that takes fewer.
 
     Args:
         k, keys, scales, scale_rule: as in `append_index_k`.
@@ -186,18 +227,32 @@ def append_both(
     index_places = [Place(index_scale, index_offset)] * 2
     index = parts_of.Fp8IndexPart([k], [keys, scales], index_places, scale_rule, interpret)
     latents = parts_of.FloatPart([latent, k_rope], [pages], [Place(key_scale, key_offset)])
-    index_written, latents_written = _launch("append_both", rows, [index, latents], interpret)
+    config = _config_of(latents, rows, _float_form(pages), latent=True)
+    block = min(config.block, _config_of(index, rows, "fp8").block)
+    config = dataclasses.replace(config, block=block)
+    index_written, latents_written = _launch("append_both", rows, [index, latents], config, interpret)
     keys, scales = index.result(index_written)
     return keys, scales, latents.result(latents_written)[0]
 
 
-def _launch(name: str, rows: Array, parts: Sequence[Part], interpret: bool) -> list[list[Array]]:
+def _float_form(pages: Array) -> str:
+    """KEY form of latents that are stored as they are."""
+    return "f32" if pages.dtype == jnp.float32 else "bf16"
+
+
+def _config_of(part: Part, rows: Array, form: str, latent: bool = False) -> Config:
+    """What the rules say for a part of a step."""
+    return default_config(form, tokens=rows.shape[0], row_bytes=part.row_bytes, latent=latent)
+
+
+def _launch(
+    name: str, rows: Array, parts: Sequence[Part], config: Config, interpret: bool
+) -> list[list[Array]]:
     """Run all parts over all tokens; the second grid axis is the part. Returns each part's pools."""
     tokens = rows.shape[0]
     if tokens == 0:
         return [part.pools for part in parts]
-    few, many = (min(part.block[i] for part in parts) for i in (0, 1))
-    block = many if tokens >= _MANY_TOKENS else min(few, pl.next_power_of_2(tokens))
+    block = min(config.block, pl.next_power_of_2(tokens))
     offsets = [jnp.asarray(p.layer_offset, jnp.int32).reshape(1) for part in parts for p in part.places]
     inputs = [x for part in parts for x in part.inputs]
     pools = [x for part in parts for x in part.pools]
@@ -230,7 +285,7 @@ def _launch(name: str, rows: Array, parts: Sequence[Part], interpret: bool) -> l
         grid=(pl.cdiv(tokens, block), len(parts)),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
         name=name,
-        num_warps=_WARPS,
+        num_warps=config.warps,
         input_output_aliases={first_pool + i: i for i in range(len(pools))},
         interpret=interpret,
     )

@@ -6,6 +6,7 @@ take the same kernel; a pool of bytes is viewed as words at no cost.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax.compat import Device
+from dsa_jax.pallas import tuning
+from dsa_jax.pallas.config_checks import check_fields, power_of_two
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a gather is laid out on the card; no field has an effect on what is read.
+
+    Attributes:
+        block: tokens of a program, a power of two.
+        warps: warps of a program.
+    """
+
+    block: int
+    warps: int = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, block=power_of_two(1, 1024), warps=power_of_two(1, 32))
 
 
 def supported_on(device: Device, *, page_size: int | None = None) -> None:
@@ -26,7 +45,12 @@ def supported_on(device: Device, *, page_size: int | None = None) -> None:
         raise NotImplementedError(f"page_size is {page_size}; this kernel needs a power of two")
 
 
-@functools.partial(jax.jit, static_argnames=("page_scale", "block", "warps", "interpret"))
+def default_config(form: str, *, rows: int) -> Config:
+    """Tokens and warps of a program that reads keys of an INDEX form, by the rules of `tuning`."""
+    return tuning.choose("gather_triton", Config, dict(form=form, rows=rows))
+
+
+@functools.partial(jax.jit, static_argnames=("page_scale", "config", "interpret"))
 def gather_index_k(
     rows: Array,
     keys: Array,
@@ -34,8 +58,7 @@ def gather_index_k(
     *,
     page_scale: int,
     layer_offset: int | Array,
-    block: int = 64,
-    warps: int = 4,
+    config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[Array, Array | None]:
     """Keys and scales at cache rows, zeros where a row is negative or its page does not exist.
@@ -47,8 +70,7 @@ def gather_index_k(
         scales: f32 or int32`[P, T]`, or None.
         page_scale: pages of a slot.
         layer_offset: int32 scalar, static or traced.
-        block: tokens of a program, a power of two.
-        warps: warps of a program.
+        config: layout on the card, `default_config` if None.
         interpret: run as XLA operations; None does so where the target is no GPU.
 
     Returns:
@@ -59,7 +81,8 @@ def gather_index_k(
         return jnp.zeros((0, keys.shape[2]), keys.dtype), None if scales is None else jnp.zeros(
             (0,), scales.dtype
         )
-    words = _words(keys)
+    config = config or default_config(_form(keys, scales), rows=count)
+    words, block = _words(keys), config.block
     pages, page_size, width = words.shape
     pools = [words] if scales is None else [words, scales]
 
@@ -90,11 +113,18 @@ def gather_index_k(
         grid=(pl.cdiv(count, block),),
         out_shape=tuple(shapes),
         name="gather_index_k",
-        num_warps=warps,
+        num_warps=config.warps,
         interpret=interpret_here() if interpret is None else interpret,
     )
     data, *rest = call(rows, jnp.asarray(layer_offset, jnp.int32).reshape(1), *pools)
     return _unwords(data, keys.dtype), rest[0] if rest else None
+
+
+def _form(keys: Array, scales: Array | None) -> str:
+    """INDEX form of pages."""
+    if scales is None or keys.dtype != jnp.uint8:
+        return "f32"
+    return "fp4" if scales.dtype == jnp.int32 else "fp8"
 
 
 def _words(pages: Array) -> Array:

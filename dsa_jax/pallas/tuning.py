@@ -84,6 +84,9 @@ _TOPK = ("rows", "columns", "cores", "rows_per_core")
 _ATTENTION = ("form", "major", "tokens", "heads", "keys", "cores")
 KERNELS = {
     "append_index_k": Kernel("tuning", "KernelOrReference", ("form", "tokens")),
+    "append_triton": Kernel("append_triton", "Config", ("form", "tokens", "row_bytes")),
+    "append_triton_latent": Kernel("append_triton", "Config", ("form", "tokens", "row_bytes"), KEY_FORMS),
+    "gather_triton": Kernel("gather_triton", "Config", ("form", "rows")),
     "many_row_scores": Kernel("tuning", "Preference", ("form", "rows_per_request", "products")),
     "paged_logits_mosaic": Kernel("paged_logits_config", "PagedLogitsConfig", _SCORES),
     "paged_logits_mosaic_prefill": Kernel("paged_logits_config", "PagedLogitsConfig", ("heads",)),
@@ -98,9 +101,11 @@ KERNELS = {
     "sparse_mla_triton": Kernel("sparse_mla_triton", "Config", _ATTENTION, KEY_FORMS),
 }
 """Kernels, and choices between them, by the names that rules have. ``many_row_scores`` chooses for contexts and windows:
-``products`` are rows x keys x heads, and all rows of windows are of one request. ``columns`` of scores are heads x new
+``products`` are rows x keys x heads, and all rows of windows are of one request. ``append_triton`` is for indexer keys,
+``append_triton_latent`` for latents; ``row_bytes`` are a token's in the pool of keys or latents, ``tokens`` and gathered
+``rows`` the places of the step, used or not. ``columns`` of scores are heads x new
 tokens, of top-k the width of a row; ``keys`` are the width of the scores or the rows of a query; ``form`` of a kernel of
-scores is ``"fp8"`` or ``"fp4"``, of a choice or of attention the pool's form; ``major`` is the compute capability's first
+scores is ``"fp8"`` or ``"fp4"``, elsewhere the pool's form; ``major`` is the compute capability's first
 number, 9 where unknown."""
 
 

@@ -24,7 +24,7 @@ def layer(index: str, key: str) -> tuple[CacheLayout, Bucket]:
     return layout, Bucket(decode_requests=4, next_n=2, table_width=16)
 
 
-def compiled_case(*, index, key):
+def compiled_case(*, index, key, slots=SLOTS):
     """For `compile_without_gpu`: two layers of appends, selection and attention; the cache is donated."""
     layout, bucket = layer(index, key)
     meta = StepMetadata.create(layout, bucket, [[i] for i in range(4)], [9] * 4, [2] * 4)
@@ -43,7 +43,7 @@ def compiled_case(*, index, key):
     q_index = q_index if index == "fp8" else (q_index, shape((tokens, 64), jnp.int32))
     vectors = [shape((tokens, n), jnp.bfloat16) for n in (128, 512, 64)]
     more = [q_index, shape((tokens, 64), jnp.float32), shape((tokens, 128, 576), jnp.bfloat16)]
-    return run, [Cache.abstract(layout, SLOTS), meta, *vectors, *more], 0
+    return run, [Cache.abstract(layout, slots), meta, *vectors, *more], 0
 
 
 @pytest.mark.compile

@@ -6,23 +6,31 @@ Run with ``pytest -m gpu`` on the card. Problems are those of the interpreter's 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
 import form_cases
 from contracts import test_sparse_mla_forms as forms
 from contracts import test_sparse_mla_kernels as kernels
 from dsa_jax import Cache, CacheLayout, ops, support
 from dsa_jax.compat import target_device
 from dsa_jax.config import preset
+from dsa_jax.metadata import Bucket, StepMetadata
 from dsa_jax.ops import gpu
+from numpy_forms import E2M1
+from numpy_model import attention, calc_diff
 
 pytestmark = pytest.mark.gpu
 TWENTY = 20
+KERNELS = [("mosaic", "bf16"), ("mosaic", "fp8_ds_mla"), *(("triton", form) for form in forms.WITH_KERNEL)]
+"""Every kernel with every KEY form that it reads."""
 
 
 def same_bits(run, arguments) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +56,7 @@ def same_bits(run, arguments) -> tuple[jax.Array, jax.Array]:
     ],
 )
 def test_agrees_with_numpy_and_with_itself(kernel, form, heads, splits):
-    """Rows of -1, an empty query, 600 keys: five pairs of tiles, the last not full."""
+    """Rows that are none, an empty query, 600 keys: five pairs of tiles, the last not full."""
     module = importlib.import_module(f"dsa_jax.pallas.sparse_mla_{kernel}")
     p = kernels.problem(5, heads, 600, latent=512, rope=64, page_size=64)
     keys = (p.pages,)
@@ -64,7 +72,9 @@ def test_agrees_with_numpy_and_with_itself(kernel, form, heads, splits):
             form=form, config=config,
         )  # fmt: skip
 
-    kernels.check(p, same_bits(run, (p.q, keys, p.rows, jnp.int32(kernels.LAYER_OFFSET))))
+    # The compiled copy has checks of its own, which the interpreter replaces.
+    rows = jnp.asarray(kernels.nowhere(p.rows, kernels.rows_in_all(p)))
+    kernels.check(p, same_bits(run, (p.q, keys, rows, jnp.int32(kernels.LAYER_OFFSET))))
 
 
 def released(form: str, manager: str, page_size: int) -> CacheLayout:
@@ -108,13 +118,90 @@ def test_the_op_runs_each_implementation(form):
     options: dict = dict(layer=1, softmax_scale=forms.SOFTMAX_SCALE, key_scale=form_cases.KEY_SCALE.get(form))
     chosen = run(q, cache, rows=rows, **options)
     want = run(q.astype(jnp.float32), cache, rows=rows, implementation="xla", **options)
-    np.testing.assert_allclose(want[0], p.expected()[0], rtol=1e-4, atol=1e-5)
+    for got, model in zip(want, p.expected(), strict=True):
+        np.testing.assert_allclose(got, model, rtol=1e-4, atol=1e-5)
     for name in claimed:
         result = run(q, cache, rows=rows, implementation=name, **options)
         forms.check(p, result)
         if name == claimed[0]:
             for a, b in zip(chosen, result, strict=True):
                 np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """Latents with their rotary parts ``float64[S, 576]``, the pool's rows where they are written, queries, selections
+    ``int32[N, K]``, and attention over them.
+    """
+
+    keys: np.ndarray
+    written: np.ndarray
+    q: np.ndarray
+    rows: np.ndarray
+    out: np.ndarray
+    lse: np.ndarray
+
+
+PREFILL_SCALE, UNIT, SLOTS = 0.5, 2.0**-4, 130
+"""Softmax scale, what the codes of latents count, and the size of the pool in pages of 64 rows."""
+
+
+@functools.cache
+def prefill(tokens: int = 200, heads: int = 128, keys: int = 2_048) -> Prefill:
+    """Latents that every form holds exactly, and queries whose products with them float32 adds up exactly.
+
+    Some queries see as many rows as tiles have, one fewer or one more, others most of 2,048 with gaps; one sees none.
+    """
+    rng, total = np.random.default_rng(0), SLOTS * 64
+    count = total * 3 // 4
+    codes = rng.integers(0, 16, (count, 576))
+    codes[:, ::16] = 7 + 8 * rng.integers(0, 2, (count, 36))  # the largest, so that all groups have one scale
+    values, written = E2M1[codes] * UNIT, rng.permutation(total)[:count]
+    q = rng.integers(-8, 9, (tokens, heads, 576)) / 8
+    sizes = rng.integers(keys // 2, keys + 1, tokens)
+    sizes[:10] = np.minimum([keys, 0, 1, 63, 64, 65, 127, 129, keys - 1, 5], keys)
+    chosen = np.stack([rng.permutation(count)[:keys] for _ in range(tokens)])
+    chosen[np.arange(keys) >= sizes[:, None]] = -1
+    chosen[10:][rng.random((tokens - 10, keys)) < 0.05] = -1
+    seen = [
+        attention(x, values[line[line >= 0]], 512, PREFILL_SCALE) for x, line in zip(q, chosen, strict=True)
+    ]
+    out, lse = (np.stack(arrays) for arrays in zip(*seen, strict=True))
+    rows = kernels.nowhere(np.where(chosen >= 0, written[chosen], -1), total)
+    return Prefill(values, written.astype(np.int32), q, rows, out, lse)
+
+
+def prefill_cache(form: str, p: Prefill) -> tuple[Cache, float | None]:
+    """The middle layer of three holds the latents; every other byte is 0xFF. With the scale that they are stored with."""
+    layout, count = released(form, "v2", 64), len(p.keys)
+    pages = -(-count // 64)
+    bucket = Bucket(context_requests=1, context_tokens=count, table_width=pages)
+    step = StepMetadata.create(layout, bucket, [range(pages)], [count], [count]).derive()
+    step = dataclasses.replace(step, rows=jnp.asarray(p.written))
+    scale = UNIT if form in form_cases.KEY_SCALE else None
+    latent, rope = (jnp.asarray(part, jnp.float32) for part in np.split(p.keys, [512], axis=1))
+    append = jax.jit(partial(ops.append_latent, key_scale=scale, implementation="xla"), static_argnums=1)
+    return append(cases.poisoned(layout, SLOTS), 1, latent, rope, step), scale
+
+
+@pytest.mark.parametrize(("kernel", "form"), [*KERNELS, *(("xla", form) for form in forms.WITH_KERNEL)])
+def test_a_prefill_of_200_queries_and_2048_keys(kernel, form):
+    """Against NumPy, within FlashMLA's tolerances for prefill; kernels give the same bits 20 times."""
+    p = prefill()
+    cache, scale = prefill_cache(form, p)
+    attend = partial(ops.sparse_mla, key_scale=scale, implementation=kernel)
+    run = jax.jit(lambda q, cache, rows: attend(q, cache, 1, rows, PREFILL_SCALE))
+    arguments = jnp.asarray(p.q, jnp.bfloat16), cache, jnp.asarray(p.rows)
+    check_prefill(p, run(*arguments) if kernel == "xla" else same_bits(run, arguments))
+
+
+def check_prefill(p: Prefill, result) -> None:
+    """FlashMLA's tolerances for prefill."""
+    out, lse = (np.asarray(x, np.float64) for x in result)
+    kernels.close(out, p.out, 8e-4, 3.01 / 128)
+    kernels.close(lse, p.lse, 1e-6, 2.01 / 65536)
+    assert calc_diff(out, p.out) < 7e-6
+    assert np.isneginf(lse[1]).all() and not out[1].any()
 
 
 def support_of(candidate) -> bool:

@@ -13,6 +13,7 @@ import cases
 import form_cases
 import numpy_forms
 import test_forms_ops
+from contracts.test_limits_of_attention import check_attention
 from dsa_jax import ops
 from dsa_jax.cache import Cache
 from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
@@ -92,7 +93,7 @@ def test_index_pools_beyond_int32_bytes(gibibytes, index, page_bytes):
     ("key", "page_bytes"), [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768)]
 )
 def test_latent_pools_beyond_int32_bytes(gibibytes, key, page_bytes):
-    """The same for latents, and the attention of one row each finds them."""
+    """The same for latents, and attention finds them."""
     model = dataclasses.replace(cases.config((True,), 128), kv_lora_rank=512, qk_rope_head_dim=64)
     layout = form_cases.CacheLayout.create(model, key_form=key, index_form="fp4", page_size=64)
     rows = rows_around(page_bytes, 64, gibibytes << 30)
@@ -101,10 +102,8 @@ def test_latent_pools_beyond_int32_bytes(gibibytes, key, page_bytes):
     cache = Cache.create(layout, rows[-1] // 64 + 2)
     cache = jax.jit(ops.append_latent, donate_argnums=0)(cache, 0, latent, rope, step)
     assert touched(cache, "key") == sorted({row // 64 for row in rows})
-    q = jnp.zeros((TOKENS, 16, 576), jnp.bfloat16)
-    out, _ = form_cases.sparse_mla(q, cache, 0, jnp.asarray(rows, jnp.int32)[:, None], 0.1)
-    values = numpy_forms.latent_values(numpy_forms.latent_entries(latent, rope, key), key)[:, :512]
-    np.testing.assert_allclose(np.asarray(out, np.float32)[:, 3], values, rtol=2**-7, atol=1e-6)
+    values = numpy_forms.latent_values(numpy_forms.latent_entries(latent, rope, key), key)
+    check_attention(cache, np.array(rows, np.int32), values, ops.sparse_mla)
 
 
 def far_step(layout, rows):

@@ -1,5 +1,6 @@
 """Sizes at which 32 bits end, on a CUDA card, for every kernel by name: 65,536 rows (B03), arrays around 2 and 4 GiB (B01),
-rows of a million scores (B18), and the catalogue's rows 22, 23, 24 and 29 at their full size.
+rows of a million scores (B18), and the catalogue's rows 22, 23, 24 and 29 at their full size. Attention has a file of its
+own, ``test_limits_of_attention.py``.
 
 ``pytest -m gpu``. What the right answer is does not come from another kernel: values are planted, or come from NumPy.
 """
@@ -22,9 +23,9 @@ from dsa_jax.cache import Cache
 from dsa_jax.compat import describe
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, StepMetadata
-from dsa_jax.pallas import paged_logits_triton, sparse_mla_triton
+from dsa_jax.pallas import paged_logits_triton
 from numpy_forms import E2M1
-from numpy_model import calc_diff
+from numpy_model import calc_diff, topk
 
 pytestmark = pytest.mark.gpu
 KERNELS = ("mosaic", "triton")
@@ -50,7 +51,7 @@ def call(op, *arguments, **options):
 # --- 65,535 and 65,536 rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("implementation", [*KERNELS, "xla"])
 @pytest.mark.parametrize("rows", [MANY - 1, MANY, MANY + 1])
 def test_b03_topk(rows, implementation):
     """Row i has its two best at i mod 96 and the next."""
@@ -61,32 +62,59 @@ def test_b03_topk(rows, implementation):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("queries", "heads"), [(MANY - 1, 8), (MANY, 8), (MANY, 64)])
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize(
-    ("key", "implementation"),
-    [
-        ("bf16", "mosaic"),
-        ("fp8_ds_mla", "mosaic"),
-        *((key, "triton") for key in ("bf16", "fp8", "nvfp4", "fp8_ds_mla")),
-    ],
+    ("index", "key"),
+    [("fp8", "bf16"), ("fp4", "nvfp4"), ("f32", "fp8"), ("fp8", "fp8_ds_mla"), ("f32", "f32")],
 )
-def test_b03_attention(queries, heads, key, implementation):
-    """Query i attends one row, whose latent is the bits of i: 16 elements each, 0 or 6, which every form holds exactly."""
-    layout = layout_of(key=key)
-    bits = np.arange(MANY)[:, None] >> np.arange(16) & 1
-    latent = jnp.asarray(np.pad(np.repeat(6 * bits, 16, axis=1), ((0, 0), (0, 256))), jnp.bfloat16)
-    bucket = Bucket(context_requests=1, context_tokens=MANY, table_width=MANY // 64)
-    step = StepMetadata.create(layout, bucket, [range(MANY // 64)], [MANY], [MANY]).derive()
-    append = jax.jit(partial(ops.append_latent, implementation="xla"), donate_argnums=0, static_argnums=1)
-    rope = jnp.zeros((MANY, 64), jnp.bfloat16)
-    cache = append(Cache.create(layout, MANY // 64), 0, latent, rope, step)
-    rows = jnp.arange(queries, dtype=jnp.int32)[:, None]
-    attend = lambda q, c, r: ops.sparse_mla(q, c, 0, r, 0.1, implementation=implementation)
-    out, lse = call(attend, jnp.zeros((queries, heads, 576), jnp.bfloat16), cache, rows)
-    for head in (0, heads - 1):
-        np.testing.assert_array_equal(np.asarray(out[:, head, 3:256:16], np.float32), 6 * bits[:queries])
-    assert not bool(jax.jit(lambda x: jnp.any(x[:, :, 256:] != 0))(out))
-    assert (np.asarray(lse) == 0).all()
+def test_b03_append(index, key, implementation):
+    """Token i is the bits of i, 6 for a zero and -6 for a one, which every form holds exactly and under one scale: each byte
+    of the pools by hand, the same 20 times, and the keys read back.
+    """
+    layout, bits = layout_of(key=key, index=index), np.arange(MANY)[:, None] >> np.arange(16) & 1
+    spread = lambda zero, one, times: np.repeat(np.where(bits, one, zero), times, axis=1)
+    k, latent, rope = (jnp.asarray(spread(6, -6, times), jnp.float32) for times in (8, 32, 4))
+    # In e4m3 6 is 0x4C; under a scale of 2**-6, the first power of two that is not below 6 / 448, it is 384, which is 0x7C.
+    codes, halves = (0x7C, 0xFC), (0x77, 0xFF)
+    pair = lambda zero, one, *times: np.concatenate([spread(zero, one, n) for n in times], axis=1)
+    wanted: dict[str, np.ndarray] = {
+        "fp8": dict(index_key=spread(*codes, 8), index_scale=np.full(MANY, 2.0**-6)),
+        "fp4": dict(index_key=spread(*halves, 4), index_scale=np.full(MANY, ONES)),
+        "f32": dict(index_key=spread(6, -6, 8)),
+    }[index]
+    of_index = list(wanted)
+    wanted |= {
+        "bf16": dict(key=pair(6, -6, 32, 4)),
+        "f32": dict(key=pair(6, -6, 32, 4)),
+        "fp8": dict(key=pair(0x4C, 0xCC, 32, 4)),
+        "nvfp4": dict(key=pair(*halves, 16, 2), key_scale=np.full((MANY, 36), 0x38)),
+        "fp8_ds_mla": dict(
+            key=spread(*codes, 32), key_scale=np.full((MANY, 4), 2.0**-6), key_rope=spread(6, -6, 4)
+        ),
+    }[key]
+    pages = MANY // 64
+    bucket = Bucket(context_requests=1, context_tokens=MANY, table_width=pages, gathered_keys=MANY)
+    step = StepMetadata.create(layout, bucket, [range(pages)[::-1]], [MANY], [MANY]).derive()
+
+    @jax.jit
+    def run(cache, k, latent, rope, step):
+        how: dict = dict(implementation=implementation)
+        cache = ops.append_index_k(cache, 0, k, step, **how)
+        cache = ops.append_latent(cache, 0, latent, rope, step, **how)
+        return cache, ops.gather_index_k(cache, 0, step, **how)
+
+    arguments = Cache.create(layout, pages), k, latent, rope, step
+    first = call(run, *arguments)
+    cache, gathered = first
+    assert sorted(cache.pools()) == sorted(wanted)
+    for name, want in wanted.items():
+        got = np.asarray(cache.pages(name)[::-1]).astype(np.float64)
+        np.testing.assert_array_equal(got.reshape(want.shape), want)
+    for name, got in zip(of_index, gathered, strict=False):
+        np.testing.assert_array_equal(got, wanted[name])
+    same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
+    for _ in range(19):
+        assert all(map(bool, jax.tree.leaves(same(run(*arguments), first))))
 
 
 NUMBERS = {"fp8": np.arange(16.0), "fp4": E2M1[:8]}
@@ -142,10 +170,17 @@ def test_b03_windows(rows, implementation, form):
 
 
 @pytest.mark.parametrize(
-    ("kind", "implementation", "form"), [(kind, *one) for kind in ("decode", "context") for one in SCORES]
+    ("kind", "implementation", "form"),
+    [
+        (kind, *one)
+        for kind in ("decode", "context")
+        for one in (*SCORES, *(("xla", form) for form in ("fp8", "fp4")))
+    ],
 )
 def test_b03_paged_scores(kind, implementation, form):
-    """65,536 requests of up to 64 tokens that share one page, and one context of as many new tokens."""
+    """65,536 requests of up to 64 tokens that share one page, and one context of as many new tokens; what is selected of
+    them, in one go and in chunks.
+    """
     layout, codes, scale = layout_of(index=form), *keys_that_count(64, form)
     cache = Cache.create(layout, MANY // 64)
     count = cache.pages("index_key").shape[0]
@@ -176,8 +211,14 @@ def test_b03_paged_scores(kind, implementation, form):
         width = 64
     score = lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s, implementation=implementation)
     got = call(score, q, weights, cache, step)
-    want = np.where(np.arange(width) < limits[:, None], np.resize(NUMBERS[form], width), -np.inf)
+    numbers = np.resize(NUMBERS[form], width)
+    want = np.where(np.arange(width) < limits[:, None], numbers, -np.inf)
     np.testing.assert_array_equal(got, want)
+    best = np.array([topk(numbers, limit, 5) for limit in range(65)])[limits]
+    how: dict = dict(k=5, implementation=implementation)
+    for select in (ops.select_rows, partial(ops.select_tokens, score_budget=width * 4 * 30_000)):
+        chosen = call(lambda q, w, c, s, select=select: select(q, w, c, 0, s, **how), q, weights, cache, step)
+        np.testing.assert_array_equal(chosen, best)  # the page is the first: rows are positions
 
 
 # --- arrays around 2 and 4 GiB -------------------------------------------------------------------------------------
@@ -238,36 +279,6 @@ def test_b01_windows_over_far_keys(gibibytes, implementation, form):
     check_windows(
         at + 256, starts, np.array([95, at, at + 9, at + 100, at + 256, at + 256]), implementation, form
     )
-
-
-@pytest.mark.parametrize("gibibytes", [2, 4])
-@pytest.mark.parametrize(
-    ("key", "page_bytes", "implementation"),
-    [
-        ("bf16", 73_728, "mosaic"),
-        ("fp8_ds_mla", 32_768, "mosaic"),
-        ("bf16", 73_728, "triton"),
-        ("fp8", 36_864, "triton"),
-        ("nvfp4", 18_432, "triton"),
-        ("fp8_ds_mla", 32_768, "triton"),
-    ],
-)
-def test_b01_attention_to_far_pages(gibibytes, key, page_bytes, implementation):
-    """One row each, before, at and past the limit: the value that was written there."""
-    layout, at = layout_of(key=key), (gibibytes << 30) // page_bytes
-    pages = np.array([0, at - 1, at, at + 1, at + 40])
-    rows = jnp.asarray(pages * 64 + [0, 63, 1, 0, 63], jnp.int32)
-    bucket = Bucket(context_requests=1, context_tokens=5, table_width=1)
-    step = StepMetadata.create(layout, bucket, [[0]], [5], [5]).derive()
-    step = dataclasses.replace(step, rows=rows)
-    latent = jnp.arange(1, 6, dtype=jnp.float32)[:, None] * jnp.ones((1, 512))
-    append = jax.jit(partial(ops.append_latent, implementation="xla"), donate_argnums=0, static_argnums=1)
-    cache = append(Cache.create(layout, int(at) + 41), 0, latent, jnp.ones((5, 64)), step)
-    q = jnp.zeros((5, 16, 576), jnp.bfloat16)
-    attend = lambda q, c, r: ops.sparse_mla(q, c, 0, r, 0.1, implementation=implementation)
-    out, _ = call(attend, q, cache, rows[:, None])
-    np.testing.assert_allclose(np.asarray(out, np.float32)[:, 3, 7], np.arange(1, 6), rtol=0.1)
-    np.testing.assert_allclose(np.asarray(out, np.float32)[:, 3, 500], np.arange(1, 6), rtol=0.1)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -414,26 +425,6 @@ def test_row_24_contiguous_scores(implementation):
 # --- Ampere's schedules --------------------------------------------------------------------------------------------
 
 A100 = describe("gpu", "NVIDIA A100-SXM4-80GB")
-
-
-@pytest.mark.parametrize("key", ["bf16", "fp8", "nvfp4", "fp8_ds_mla"])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_attention_as_an_a100_would_run_it(key, heads):
-    """The schedule that the rules give that card, here: the same attention as the reference."""
-    rng, layout = np.random.default_rng(0), layout_of(key=key)
-    bucket = Bucket(context_requests=1, context_tokens=640, table_width=10)
-    step = StepMetadata.create(layout, bucket, [range(10)], [640], [640]).derive()
-    latent, rope = (jnp.asarray(rng.normal(size=(640, n)) / 10, jnp.float32) for n in (512, 64))
-    append = jax.jit(partial(ops.append_latent, implementation="xla"), static_argnums=1)
-    cache = append(Cache.create(layout, 10), 0, latent, rope, step)
-    rows = jnp.asarray(np.stack([rng.permutation(640)[:300] for _ in range(4)]), jnp.int32)
-    q = jnp.asarray(rng.normal(size=(4, heads, 576)), jnp.bfloat16)
-    config = sparse_mla_triton.default_config(A100, key, tokens=4, heads=heads, keys=300)
-    attend = lambda q, c, r, **how: ops.sparse_mla(q, c, 0, r, 0.135, **how)
-    out, lse = call(attend, q, cache, rows, implementation="triton", config=config)
-    want, want_lse = call(attend, q.astype(jnp.float32), cache, rows, implementation="xla")
-    np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=2**-6, atol=1e-3)
-    np.testing.assert_allclose(lse, want_lse, rtol=5e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize("index", ["fp8", "fp4"])

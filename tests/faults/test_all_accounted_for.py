@@ -75,7 +75,7 @@ PENDING = {
 
 PARTLY = {
     "B01": "address arithmetic alone; on both sides of 2 and 4 GiB, contracts/test_triton_offsets.py reads the traced "
-    "programs, and reads and writes need a card: test_forms_gpu.py and contracts/test_limits_on_the_card.py::test_b01_*",
+    "programs, and reads and writes need a card: test_forms_gpu.py and contracts/test_limits_*.py::test_b01_*",
     "B13": "one writer exists; byte-equal pages of several writers follow with the kernels",
     "B19": "rows alone and among others; merging column chunks and ranks follow with context parallelism",
     "B27": "translation of tables alone; there is no host tier yet",

@@ -5,6 +5,7 @@ B16, B23, B34 and B64 on every implementation of attention and scoring.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 
 import cases
 import contracts.test_sparse_mla_kernels as kernels
+import form_cases
 from card_scores import no_case
 from dsa_jax import ops
-from dsa_jax.metadata import Bucket, StepMetadata
+from dsa_jax.layout import CacheLayout
+from dsa_jax.metadata import Bucket, Step, StepMetadata
 from dsa_jax.ops import dispatch
 from dsa_jax.pallas import paged_logits_mosaic, sparse_mla_mosaic, sparse_mla_triton
 from interpreted import INTERPRETED
@@ -53,11 +56,9 @@ def nothing(result) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_rows_past_the_pool_are_not_read(name):
-    """They count as little as -1 does, wherever they stand."""
+    """They count as little as -1 does, wherever they stand, and so does any other negative number."""
     p = problem(2, 40)
-    past = p.pages.shape[0] // kernels.SCALE * p.pages.shape[1]
-    for row in (past, 2**31 - 1):
-        kernels.check(p, attend(name, p, rows=jnp.where(p.rows < 0, jnp.int32(row), p.rows)))
+    kernels.check(p, attend(name, p, rows=jnp.asarray(kernels.nowhere(p.rows, kernels.rows_in_all(p)))))
 
 
 @pytest.mark.full
@@ -120,30 +121,113 @@ def test_none_never_fails_on_steps_without_tokens(card, sizes):
         assert select(*arguments, 4).tolist() == [[-1] * 4] * tokens
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("tokens", [0, 2])
-def test_nothing_on_the_card(tokens, implementation):
-    """The public ops with no tokens, and with tokens that may see nothing, under jit."""
-    layout = cases.layout(index="fp8", page_size=64)
-    bucket = Bucket(decode_requests=tokens, table_width=2)
-    step = StepMetadata.create(layout, bucket, [], [], []).derive()
-    q, weights = jnp.full((tokens, 32, 128), 0x7F, jnp.uint8), jnp.full((tokens, 32), jnp.nan)
-    select = functools.partial(ops.select_rows, implementation=implementation)
-    rows = jax.jit(lambda c, q, w, s: select(q, w, c, 0, s, 4))(cases.poisoned(layout), q, weights, step)
-    assert rows.tolist() == [[-1] * 4] * tokens
+SIZES: dict[str, dict[str, int]] = {
+    "no requests": {},
+    "empty decodes": dict(decode_requests=3, next_n=2),
+    "empty contexts": dict(context_requests=2, context_tokens=5, gathered_keys=3),
+}
+NAMED = [None, "xla", "triton", "mosaic"]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [sparse_mla_triton, sparse_mla_mosaic])
-@pytest.mark.parametrize("keys", [0, 200])
-def test_attention_of_nothing_on_the_card(kernel, keys):
-    """No rows, or -1 alone, under garbage queries."""
-    q, rows = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16), jnp.full((3, keys), -1, jnp.int32)
-    pages = jnp.full((6, 64, 576), jnp.nan, jnp.bfloat16)
-    call = functools.partial(kernel.sparse_mla, page_scale=3, layer_offset=2, softmax_scale=0.1)
+def released(index: str, key: str) -> CacheLayout:
+    """Three layers of the released widths."""
+    model = dataclasses.replace(cases.config(index_head_dim=128), kv_lora_rank=512, qk_rope_head_dim=64)
+    return CacheLayout.create(model, key_form=key, index_form=index, page_size=64)
+
+
+def empty_step(layout: CacheLayout, sizes: str) -> Step:
+    """A step without a single token."""
+    return StepMetadata.create(layout, Bucket(table_width=2, **SIZES[sizes]), [], [], []).derive()
+
+
+def run(implementation, op, *arguments):
+    """The op under jit, by an implementation that may not exist on another card than Hopper."""
     try:
-        kernel.supported_on(kernels.compat.target_device())
-    except NotImplementedError as reason:
+        return jax.jit(functools.partial(op, implementation=implementation))(*arguments)
+    except (NotImplementedError, ExceptionGroup) as reason:
         no_case(reason)
-    nothing(jax.jit(lambda q, p, r: call(q, (p,), r))(q, pages, rows))
+
+
+def garbage(form: str, *shape: int):
+    """Codes of queries or keys that are all NaN, or under scales that are none, with the scales of either form."""
+    if form == "fp4":
+        return jnp.full((*shape, 64), 0xFF, jnp.uint8), jnp.full(shape, -1, jnp.int32)
+    return jnp.full((*shape, 128), 0x7F, jnp.uint8), jnp.full(shape, jnp.nan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", NAMED)
+@pytest.mark.parametrize("index", ["fp8", "fp4"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_nothing_on_the_card(sizes, index, implementation):
+    """Scores, positions and rows of steps without tokens, under jit: B34 (a), (c) and (d)."""
+    layout = form_cases.layout(index=index, page_size=64)
+    cache, step = cases.poisoned(layout), empty_step(layout, sizes)
+    tokens, (codes, scale) = step.bucket.tokens, garbage(index, step.bucket.tokens, 32)
+    arguments = (codes, scale) if index == "fp4" else codes, jnp.full((tokens, 32), jnp.nan), cache, step
+    score = lambda q, w, c, s, **how: ops.paged_mqa_logits(q, w, c, 0, s, **how)
+    scores = run(implementation, score, *arguments)
+    assert scores.shape == (tokens, 128)
+    assert np.isneginf(scores).all()
+    for select in (ops.select_tokens, ops.select_rows):
+        choose = lambda q, w, c, s, select=select, **how: select(q, w, c, 0, s, 4, **how)
+        chosen = run(implementation, choose, *arguments)
+        assert chosen.tolist() == [[-1] * 4] * tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", NAMED)
+@pytest.mark.parametrize("index", ["fp8", "fp4"])
+@pytest.mark.parametrize(("rows", "keys"), [(0, 300), (5, 300), (0, 0)])
+def test_windows_of_nothing_on_the_card(rows, keys, index, implementation):
+    """No rows, rows whose windows are empty, no keys; and the choice among such scores."""
+    codes, scale = garbage(index, rows, 32)
+    q = (codes, scale) if index == "fp4" else codes
+    ends = jnp.arange(rows, dtype=jnp.int32)
+    arguments = q, garbage(index, keys), jnp.full((rows, 32), jnp.nan), ends, ends
+    scores = run(implementation, ops.mqa_logits, *arguments)
+    assert scores.shape == (rows, keys)
+    assert np.isneginf(scores).all()
+    logits, limits = jnp.full((rows, max(keys, 1)), jnp.nan), jnp.zeros(rows, jnp.int32)
+    choose = lambda x, limits, **how: ops.topk_indices(x, limits, 4, **how)
+    assert run(implementation, choose, logits, limits).tolist() == [[-1] * 4] * rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "xla", "triton"])
+@pytest.mark.parametrize(
+    ("index", "key"), [("fp8", "bf16"), ("fp4", "nvfp4"), ("f32", "fp8"), ("fp8", "fp8_ds_mla")]
+)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_appends_of_nothing_on_the_card(sizes, index, key, implementation):
+    """No byte of a pool changes, and the places of keys that no context has read as zeros."""
+    layout = released(index, key)
+    cache, step = cases.poisoned(layout), empty_step(layout, sizes)
+    k, latent, rope = (jnp.ones((step.bucket.tokens, width)) for width in (128, 512, 64))
+
+    def both(cache, k, latent, rope, step, **how):
+        cache = ops.append_index_k(cache, 0, k, step, **how)
+        cache = ops.append_latent(cache, 0, latent, rope, step, **how)
+        return cache, ops.gather_index_k(cache, 0, step, **how)
+
+    after, (keys, _) = run(implementation, both, cache, k, latent, rope, step)
+    assert cases.pool_bytes(after) == cases.pool_bytes(cache)
+    assert keys.shape[0] == step.bucket.gathered_keys
+    assert not np.asarray(keys).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "key"),
+    [("mosaic", "bf16"), ("mosaic", "fp8_ds_mla")]
+    + [(name, key) for name in ("triton", "xla", None) for key in ("bf16", "fp8", "nvfp4", "fp8_ds_mla")],
+)
+@pytest.mark.parametrize(("tokens", "keys"), [(3, 0), (3, 200), (0, 200)])
+def test_attention_of_nothing_on_the_card(tokens, keys, key, implementation):
+    """No queries, no rows, or numbers of no row alone, under garbage queries."""
+    cache, q = cases.poisoned(released("fp8", key)), jnp.full((tokens, 64, 576), jnp.nan, jnp.bfloat16)
+    rows = kernels.nowhere(np.full((tokens, keys), -1), cases.SLOTS * 64)
+    attend = lambda q, c, r, **how: ops.sparse_mla(q, c, 1, r, 0.1, **how)
+    result = run(implementation, attend, q, cache, jnp.asarray(rows))
+    assert [array.shape for array in result] == [(tokens, 64, 512), (tokens, 64)]
+    nothing(result)

@@ -376,9 +376,12 @@ def pages_with(keys: Array | int, page_size: int) -> Array | int:
 
 
 def _relu(x: Array, interpret: bool) -> Array:
-    """``max(x, 0)`` that keeps NaN: Triton's own maximum would score a NaN key 0, as if it were a poor one."""
+    """``max(x, 0)`` that keeps NaN: Triton's own maximum would score a NaN key 0, as if it were a poor one.
+
+    So would XLA's on a CPU where it fuses product, maximum and sum into one call.
+    """
     if interpret:
-        return jnp.maximum(x, 0.0)
+        return jnp.where(x < 0.0, 0.0, x)
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     [positive] = pltriton.elementwise_inline_asm(
         "max.NaN.f32 $0, $1, 0f00000000;",

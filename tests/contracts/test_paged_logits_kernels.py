@@ -19,7 +19,7 @@ from dsa_jax.pallas import (
     score_factors,
 )
 from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
-from fp8_scores import FAR_SLOT, LAYER_OFFSET, SCALE, check, scenario
+from fp8_scores import FAR_SLOT, LAYER_OFFSET, NAN_CODE, SCALE, check, scenario
 from interpreted import INTERPRETED, races_found
 from numpy_model import E4M3
 
@@ -82,6 +82,23 @@ def test_every_code_is_decoded(kernel):
         keys[table[0, p] * SCALE + LAYER_OFFSET] = np.arange(p * 64, p * 64 + 64, dtype=np.uint8)[:, None]
     got = run((q, weights, keys, scales, table, limits), kernel=kernel)
     np.testing.assert_array_equal(got[0], np.maximum(E4M3, 0) * 128 * 32)
+
+
+@pytest.mark.parametrize("kernel", TRITON)
+def test_a_nan_among_numbers_scores_nan(kernel):
+    """Two keys that are NaN in one element or in their scale: those score NaN, for rows that see them, and no others change.
+
+    With 64 heads XLA makes one call of an interpreted product and its sum, which must not lose NaN either.
+    """
+    arguments, expected = scenario((100,), n=2, heads=64, page_size=64, width=2)
+    q, weights, keys, scales, table, limits = arguments
+    keys, scales = keys.copy(), scales.copy()
+    page = table[0] * SCALE + LAYER_OFFSET
+    keys[page[0], 7, 5], scales[page[1], 99 - 64] = NAN_CODE, np.nan
+    got = run((q, weights, keys, scales, table, limits), kernel=kernel)
+    assert np.argwhere(np.isnan(got)).tolist() == [[0, 7], [1, 7], [1, 99]]
+    check(np.where(np.isnan(got), expected, got).astype(np.float32), expected)
+    np.testing.assert_array_equal(got[~np.isnan(got)], run(arguments, kernel=kernel)[~np.isnan(got)])
 
 
 def test_the_schedule_never_changes_a_bit():

@@ -23,7 +23,7 @@ KERNELS = ("mosaic", "triton")
 
 
 @functools.cache
-def kernel_of(name: str, config: Config | None = None, blocks: int = 3, planted: str = ""):
+def kernel_of(name: str, config: Config | None = None, blocks: int = 3, dtype=jnp.float32, planted: str = ""):
     """A kernel in its interpreter: ``"mosaic"``, the Hopper kernel, or ``"triton"``, the one for all cards.
 
     Args:
@@ -38,11 +38,11 @@ def kernel_of(name: str, config: Config | None = None, blocks: int = 3, planted:
         )
     else:
         call = paged_logits_triton.paged_logits_decode
-    return jax.jit(functools.partial(call, page_scale=SCALE))
+    return jax.jit(functools.partial(call, page_scale=SCALE, dtype=dtype))
 
 
-def run(arguments, *, kernel="mosaic", offset=LAYER_OFFSET, **schedule):
-    call = kernel_of(kernel, **schedule if kernel == "mosaic" else {})
+def run(arguments, *, kernel="mosaic", offset=LAYER_OFFSET, dtype=jnp.float32, **schedule):
+    call = kernel_of(kernel, dtype=dtype, **schedule if kernel == "mosaic" else {})
     return np.asarray(call(*jax.tree.map(jnp.asarray, arguments), layer_offset=offset))
 
 
@@ -73,17 +73,13 @@ def test_exponents_of_any_distance(kernel, key_bytes, query_bytes):
     assert kernel == "triton" or not races_found()
 
 
-@pytest.mark.full
-def test_bfloat16_scores_are_those_of_float32_rounded():
-    arguments, _ = scenario((70, 0, 128), n=2, heads=32, page_size=64, width=3)
-    call = functools.partial(
-        paged_logits_fp4_mosaic.paged_logits_decode,
-        page_scale=SCALE, layer_offset=LAYER_OFFSET, config=Config(stages=4), blocks=3, interpret=INTERPRETED,
-    )  # fmt: skip
-    arguments = jax.tree.map(jnp.asarray, arguments)
-    got, exact = (jax.jit(functools.partial(call, dtype=d))(*arguments) for d in (jnp.bfloat16, jnp.float32))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(exact).astype(jnp.bfloat16))
+@pytest.mark.parametrize("kernel", [pytest.param("mosaic", marks=pytest.mark.full), "triton"])
+def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
+    arguments, expected = scenario((70, 0, 128), n=2, heads=32, page_size=64, width=3)
+    rounded, exact = (run(arguments, kernel=kernel, dtype=d) for d in (jnp.bfloat16, jnp.float32))
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
+    check(exact, expected)
 
 
 def one_key_apart(distance: int, group: int = 2):

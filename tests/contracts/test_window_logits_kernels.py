@@ -104,9 +104,14 @@ def test_64_heads_and_the_librarys_schedule():
     assert not races_found()
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(run, marks=pytest.mark.full), run_triton])
-def test_bfloat16_scores_are_those_of_float32_rounded(kernel):
-    arguments, _ = scenario(FAR, keys=1280)
+@pytest.mark.parametrize(
+    ("kernel", "form"),
+    [pytest.param(run, "fp8", marks=pytest.mark.full), (run_triton, "fp8"), (run_triton, "fp4")],
+)
+def test_bfloat16_scores_are_those_of_float32_rounded(kernel, form):
+    arguments, _ = (
+        scenario(FAR, keys=1280) if form == "fp8" else fp4_scenario(((0, 7), (3, 5)), keys=7, heads=16)
+    )
     got = kernel(arguments, dtype=jnp.bfloat16)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, kernel(arguments).astype(jnp.bfloat16))

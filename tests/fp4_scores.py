@@ -102,6 +102,27 @@ def context_scenario(page_size: int, *, heads: int = 32, key_bytes=NEAR, query_b
     return (query, append(weights, np.nan), keys, key_words, table, requests, append(limits, 0)), expected
 
 
+def far_key(code: np.ndarray, word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The packed codes ``uint8[64]`` and the scale word of a key whose first group is 0 under a scale 20 above the others'.
+
+    Under one scale for all of it, e4m3 would lose the others, and with them the whole key.
+    """
+    code, bytes_ = code.copy(), word.reshape(1).view(np.uint8).copy()
+    code[:16] = 0
+    bytes_[:] = 128
+    bytes_[0] += 20
+    return code, bytes_.view(np.int32)[0]
+
+
+def rescored(q, weights: np.ndarray, code: np.ndarray, word: np.ndarray) -> np.ndarray:
+    """``float64[n]`` scores of one packed key against packed queries ``[n, H, 64]``, ``[n, H]``."""
+    unpack = lambda packed: np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 128)
+    split = lambda words: np.ascontiguousarray(words[..., None]).view(np.uint8)
+    key = values(unpack(code), split(word))
+    query = values(unpack(q[0]), split(q[1]))
+    return np.array([scores(*row, key[None])[0] for row in zip(query, weights, strict=True)])
+
+
 def check(got: np.ndarray, expected: np.ndarray, relative: float = 2e-6) -> None:
     """-inf exactly where expected, and float32's accuracy, row by row, elsewhere."""
     assert got.dtype == np.float32

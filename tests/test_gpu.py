@@ -15,11 +15,8 @@ import pytest
 import cases
 import form_cases
 from card_scores import check_scores
-from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, quant, support, xla
-from dsa_jax.compat import target_device
+from dsa_jax import Bucket, Cache, CacheLayout, StepMetadata, ops, quant, xla
 from dsa_jax.config import preset
-from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
-from dsa_jax.ops import gpu
 from dsa_jax.pallas import paged_logits_triton
 from dsa_jax.quant.fp8 import exact_divide
 from numpy_model import calc_diff
@@ -110,29 +107,6 @@ def test_paged_logits(implementation, manager, page_size, next_n, heads):
         )
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
-def test_bfloat16_scores(implementation):
-    """The scores of the same kernel in float32, rounded once: decode rows and contiguous keys."""
-    cache, meta, q, weights = decode_case("v2", 64, 2, 64)
-
-    def both(cache, meta, q, weights, dtype):
-        step, options = meta.derive(), dict(dtype=dtype, implementation=implementation)
-        keys = cache.pages("index_key")[:9].reshape(-1, 128), jnp.ones(9 * 64)
-        ends = jnp.maximum(step.limits - 10, 0)
-        windows = ops.mqa_logits(q, keys, weights, jnp.full_like(ends, 10), ends, **options)
-        return ops.paged_mqa_logits(q, weights, cache, LAYER, step, **options), windows
-
-    exact, rounded = (
-        on_card(both, cache, meta, q, weights, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)
-    )
-    for a, b in zip(exact, rounded, strict=True):
-        # Some of the contiguous keys were never written: NaN, which NumPy holds equal to itself in float32 only.
-        want = np.asarray(a).astype(jnp.bfloat16).astype(np.float32)
-        np.testing.assert_array_equal(np.asarray(b).astype(np.float32), want)
-        assert np.isfinite(want).any()
-    assert np.isnan(np.asarray(exact[1])).any()
-
-
 WINDOWS = {
     "mosaic": ("fp8", dict(implementation="mosaic")),
     "triton": ("fp8", dict(implementation="triton")),
@@ -164,38 +138,8 @@ def test_a_nan_key_scores_nan(kernel):
     )
     assert np.isnan(want[1:4, bad]).all()
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
-
-
-@pytest.mark.parametrize(
-    ("implementation", "form"), [(name, form) for name in ("mosaic", "triton") for form in ("fp8", "fp4")]
-)
-@pytest.mark.parametrize(("manager", "page_size", "heads"), [("v2", 64, 64), ("v1", 32, 32)])
-def test_context_logits(manager, page_size, heads, implementation, form):
-    """Ragged contexts with a cached prefix, a fresh one, an empty one, and padding; the same bits 20 times."""
-    layout = layout_of(manager, page_size, form)
-    lens, new = [700, 0, 65, 300], [130, 0, 65, 7]
-    tables = [list(range(40, 63)), [], [3, 1, 9], [5, 7, 2, 11, 12, 13, 14, 15, 16, 17]]
-    fill = StepMetadata.create(
-        layout, Bucket(context_requests=4, context_tokens=sum(lens), table_width=24), tables, lens, lens
-    )
-    keys = jax.random.normal(jax.random.key(0), (sum(lens), 128), jnp.bfloat16)
-    append = lambda c, m, k: ops.append_index_k(c, LAYER, k, m.derive(), implementation="xla")
-    cache = on_card(append, cases.poisoned(layout, 70), fill, keys)
-    bucket = Bucket(context_requests=4, context_tokens=220, table_width=24)
-    meta = StepMetadata.create(layout, bucket, tables, lens, new)
-    values = jax.random.normal(jax.random.key(1), (220, heads, 128))
-    q, weights = query(form, values, jax.random.normal(jax.random.key(2), (220, heads)))
-
-    def run(cache, meta, q, weights, implementation):
-        return ops.paged_mqa_logits(q, weights, cache, LAYER, meta.derive(), implementation=implementation)
-
-    kernel = jax.jit(partial(run, implementation=implementation))
-    got = np.asarray(kernel(cache, meta, q, weights))
-    want = on_card(run, cache, meta, q, weights, implementation="xla")
-    check_scores(got, want, np.arange(got.shape[1])[None] < np.asarray(limits_of(meta))[:, None])
-    for _ in range(20):
-        np.testing.assert_array_equal(kernel(cache, meta, q, weights), got)
+    assert np.isnan(want).sum() == 3
+    check_scores(np.where(np.isnan(want), -np.inf, got), want, np.isfinite(want))
 
 
 @pytest.mark.parametrize("kernel", WINDOWS)
@@ -355,32 +299,6 @@ def test_rows_of_a_selection(page_size, next_n, k, rows):
     np.testing.assert_array_equal(of_positions, want)
     assert (np.asarray(got) != np.asarray(local)).any()
     assert ((np.asarray(got) >= 0).sum(axis=1) == np.minimum(np.asarray(limits_of(meta)), k)).all()
-
-
-def test_the_library_chooses_kernels_here():
-    """None must not quietly mean the reference where a kernel is claimed."""
-    device = target_device()
-    assert device.capability is not None and device.capability >= (8, 0)
-    cache = Cache.abstract(layout_of(), 8)
-    bucket = Bucket(decode_requests=4, next_n=2, table_width=2)
-    step = StepMetadata.create(cache.layout, bucket, [[0], [1], [2], [3]], [2] * 4, [2] * 4).derive()
-    hopper = device.capability[0] == 9
-    assert support.chosen("paged_mqa_logits", gpu.paged_mqa_logits(cache, 64, step), device) == (
-        "mosaic" if hopper else "triton"
-    )
-    windows = {
-        form: support.chosen("mqa_logits", gpu.mqa_logits(form, 64, 128, 2048, 32768), device)
-        for form in INDEX_FORMS
-    }
-    assert windows == dict.fromkeys(("fp8", "fp4"), "mosaic" if hopper else "triton") | {"f32": "xla"}
-    assert support.chosen("topk_indices", gpu.topk_indices(2048), device) != "xla"
-    for form in INDEX_FORMS:
-        cache = Cache.abstract(layout_of(index=form), 8)
-        assert support.chosen("append_index_k", gpu.append_index_k(cache), device) == "triton"
-        assert support.chosen("gather_index_k", gpu.gather_index_k(cache), device) == "triton"
-    for form in KEY_FORMS:
-        cache = Cache.abstract(layout_of(key=form), 8)
-        assert support.chosen("append_latent", gpu.append_latent(cache), device) == "triton"
 
 
 def test_a_model_step_agrees_with_the_reference():

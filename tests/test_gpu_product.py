@@ -12,6 +12,7 @@ import pytest
 
 import test_gpu
 import test_gpu_fp4
+import test_gpu_scores
 import test_gpu_sparse_mla
 from dsa_jax.forms import INDEX_FORMS, KEY_FORMS
 from fp4_scores import FAR, NEAR
@@ -46,7 +47,7 @@ def test_scores_of_fp4_keys(name, heads, next_n, page_size, far):
 @pytest.mark.parametrize("manager", MANAGERS)
 @pytest.mark.parametrize(("implementation", "form"), list(itertools.product(KERNELS, ["fp8", "fp4"])))
 def test_scores_of_contexts(implementation, form, manager, page_size, heads):
-    test_gpu.test_context_logits(manager, page_size, heads, implementation, form)
+    test_gpu_scores.test_contexts(implementation, form, page_size, heads, manager, len(test_gpu_scores.EVERY))
 
 
 @pytest.mark.parametrize(("kernel", "heads"), list(itertools.product(test_gpu.WINDOWS, [16, 32, 64, 128])))

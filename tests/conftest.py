@@ -49,13 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_num_cpu_devices", 4)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the sample that was asked for; skip what needs a card where there is none, and say so."""
+    """Take the samples that tests and the command line ask for; skip what needs a card where there is none, and say so."""
     every: int = config.option.one_in
     cases = collections.Counter()
     left_out = []
     for item in items:
         function = item.nodeid.split("[")[0]
+        sample = item.get_closest_marker("sample")
+        # Who names a single case gets it.
+        if sample and cases[function] not in sample.args and item.nodeid not in config.args:
+            item.add_marker(pytest.mark.full)
         if cases[function] % every:
             left_out.append(item)
         cases[function] += 1

@@ -45,6 +45,7 @@ def generated(capsys, *arguments: str) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.full
 def test_both_managers_write_the_same_tokens_and_the_figures_add_up(capsys):
     v2 = generated(capsys)
     v1 = generated(capsys, "--manager", "v1", "--page-size", "16")

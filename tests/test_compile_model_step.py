@@ -37,6 +37,7 @@ def step_case(*, apart: bool, stacked: bool = False):
     return step, [shapes[0], Cache.abstract(layout, 1024), shapes[1], tokens]
 
 
+@pytest.mark.full
 def test_up_projections_are_not_copied(compile_environment):
     """The halves of `kv_b_proj`, one fusion a layer: gone where they come as two arrays, there where they come as one."""
     names = {

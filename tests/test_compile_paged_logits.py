@@ -80,6 +80,7 @@ def test_layers_of_a_prefill_copy_no_pool(compile_environment, form):
     assert result["temp"] < 256 << 20, result
 
 
+@pytest.mark.sample(0, 1, 2, 3, 4, 6, 9, 11)
 @pytest.mark.parametrize(("card", "options"), EVERYWHERE, ids=name)
 def test_triton_kernel_compiles(compile_environment, card, options):
     result = compile_case(compile_environment, card, CASE, kernel="triton", **options)
@@ -101,6 +102,7 @@ def test_triton_schedules_for_hopper_do_not_spill(compile_environment, options):
     assert not result["spilled"], result
 
 
+@pytest.mark.sample(0, 3, 4, 7)
 @pytest.mark.parametrize("form", ["fp8", "fp4"])
 @pytest.mark.parametrize(
     ("card", "options"),

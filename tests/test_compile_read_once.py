@@ -24,6 +24,7 @@ def copies(environment: dict[str, str], folder: Path, case: str, **options) -> l
     return ["L2::cache_hint" in copy for copy in re.findall(r"cp\.async\.bulk\.tensor\S+", ptx)]
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(("new_tokens", "page_size"), [(1, 64), (2, 32), (1, 128)])
 def test_keys_and_their_scales_carry_the_hint_and_queries_and_weights_do_not(
     compile_environment, tmp_path, new_tokens, page_size
@@ -48,6 +49,7 @@ def test_few_scores_need_no_room(compile_environment, tmp_path):
     assert not any(found)
 
 
+@pytest.mark.full
 def test_keys_of_contexts_are_read_again(compile_environment, tmp_path):
     found = copies(compile_environment, tmp_path / "ptx", "compile_cases:paged_logits_prefill")
     assert len(found) == 6

@@ -31,6 +31,7 @@ def name(options):
     return "-".join(map(str, options.values())) if isinstance(options, dict) else options
 
 
+@pytest.mark.sample(0, 3)
 @pytest.mark.parametrize("options", HOPPER, ids=name)
 def test_hopper_kernel_compiles_without_spills(compile_environment, options):
     result = compile_case(compile_environment, "sm90", CASE, kernel="mosaic", **options)
@@ -38,6 +39,7 @@ def test_hopper_kernel_compiles_without_spills(compile_environment, options):
     assert not result["spilled"], result
 
 
+@pytest.mark.sample(0, 2, 5, 7)
 @pytest.mark.parametrize(("card", "options"), EVERYWHERE, ids=name)
 def test_triton_kernel_compiles(compile_environment, card, options):
     result = compile_case(compile_environment, card, CASE, kernel="triton", **options)

@@ -209,6 +209,7 @@ def test_always_accepting_fails_the_same_test():
     )
 
 
+@pytest.mark.full
 def test_a_draft_that_is_the_target_is_always_kept():
     """B44: identical distributions accept every token."""
     p = draft.probabilities(jax.random.normal(jax.random.key(0), (500, 4, 16)), 1.0)

@@ -56,6 +56,7 @@ def texts(run, count: int) -> list[list[int]]:
     return out
 
 
+@pytest.mark.sample(0, 1, 3)
 @pytest.mark.parametrize(
     ("manager", "page_size", "chunk"),
     [("v2", 4, 6), ("v1", 4, 6), ("v2", 1, 1), ("v2", 16, 64), ("v1", 4, 7)],

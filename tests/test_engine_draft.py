@@ -247,6 +247,7 @@ EXACT = (
 )
 
 
+@pytest.mark.full
 def test_command_counts_accepted_drafts(tmp_path, capsys, monkeypatch):
     """Figures and table; that the text is the same is shown with the shipped model, below."""
     arguments = ("--model", saved(tmp_path), "--draft", "1", "--json", *EXACT)

@@ -96,6 +96,7 @@ def test_negative_rows(index):
     assert not np.asarray(scale[5:]).any()
 
 
+@pytest.mark.sample(0, 3)
 @pytest.mark.parametrize(("index", "heads", "bound"), [("fp8", 32, 1e-3), ("fp4", 64, 0.02)])
 @pytest.mark.parametrize(
     ("requests", "next_n"),

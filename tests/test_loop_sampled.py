@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy.stats import chisquare
 
 import test_loops as toy
@@ -52,6 +53,7 @@ def test_sampled_loop_is_lossless(monkeypatch):
     assert len(found) == 1 + toy.VOCABULARY and min(found) > 0.001
 
 
+@pytest.mark.full
 def test_a_loop_that_always_accepts_is_seen(monkeypatch):
     """Keeping every draft leaves the draft's distribution, which the same test refuses."""
 

@@ -190,6 +190,7 @@ def without_pages(meta: StepMetadata, pages: tuple[int, ...]) -> StepMetadata:
     return replace(meta, page_table=jnp.where(column < np.array(pages)[:, None], meta.page_table, -1))
 
 
+@pytest.mark.sample(0, 3, 5)
 @pytest.mark.parametrize("pages", [(2, 1, 7), (1, 3, 2)])
 @pytest.mark.parametrize("drafts", [None, 1, 4])
 def test_a_request_pauses_where_its_pages_end(drafts, pages):
@@ -308,6 +309,7 @@ def test_programs_ask_for_no_transfer(watched):
         assert bool(calls) == watched, calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(9.0, marks=pytest.mark.full)])
 def test_what_is_none_is_the_same_as_a_number(temperature):
     """A program of any temperature and top_p, given 0 and 1, writes the text of the program made for them."""

@@ -128,6 +128,7 @@ def check(f, layout, bucket) -> None:
     assert abs(more_temporary - temporary) <= SLACK
 
 
+@pytest.mark.sample(0, 2, 3, 5, 7)
 @pytest.mark.parametrize(
     ("f", "bucket"),
     [
@@ -150,6 +151,7 @@ ONE = Bucket(decode_requests=1, table_width=4)
 """A single token: XLA makes a slice update of its scatter, which used to copy V1's pools."""
 
 
+@pytest.mark.sample(0, 3)
 @pytest.mark.parametrize(("f", "bucket"), [(append, PREFILL), (model, DECODE), (append, ONE), (model, ONE)])
 def test_v1_pools(f, bucket):
     check(f, cases.layout("v1", index="fp8", key="bf16", page_size=16), bucket)

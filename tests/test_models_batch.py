@@ -130,6 +130,7 @@ def test_divergence_is_zero_only_for_the_target_itself():
     assert float(divergence(own, scores[:, :, ::-1], visible)) > 1e-2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("attention", "remat"), [pytest.param("dense", False, marks=pytest.mark.full), ("sparse", True)]
 )

@@ -153,6 +153,7 @@ def watched_calls(drafts: int, share: bool):
     return written, calls
 
 
+@pytest.mark.full
 def test_a_draft_that_shares_nothing_is_given_nothing():
     """Row 37 the other way round: a prediction layer that chooses for itself never gets an older selection."""
     _, calls = watched_calls(2, False)
@@ -287,6 +288,7 @@ def test_target_is_untouched_by_draft_steps_under_scan():
 # --- several tokens and chunks in models with shared layers --------------------------------------------------------
 
 
+@pytest.mark.full
 def test_several_tokens_beside_chunks_of_a_prompt():
     """B38, B39: a prompt in chunks beside a request that verifies 3, 1 and 2 tokens, through full and shared layers."""
     model = model_of(True)

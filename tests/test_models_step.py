@@ -52,6 +52,7 @@ def assert_same(got, wanted, atol: float = 1e-4) -> None:
         np.testing.assert_allclose(a, b, atol=atol)
 
 
+@pytest.mark.sample(0, 3)
 @pytest.mark.parametrize(("name", "chunk"), [("tiny", 7), ("tiny", 64), ("tiny", 112), ("tiny-glm", 7)])
 def test_prefill_in_chunks_as_a_ragged_batch(name, chunk):
     driver = driver_of(name)

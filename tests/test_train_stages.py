@@ -45,12 +45,14 @@ def gradients(request) -> dict[str, tuple[float, float]]:
     }
 
 
+@pytest.mark.full
 def test_language_losses_reach_all_but_the_indexers_and_the_divergence_nothing_else(gradients):
     for path, (language, divergence) in gradients.items():
         assert (language == 0.0) == ("indexer" in path), path
         assert (divergence == 0.0) == ("indexer" not in path), path
 
 
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(
     ("stage", "weights"), [(DENSE, (1.0, 0.3, 0.0)), (INDEXER, (0.0, 0.0, 1.0)), (SPARSE, (1.0, 0.3, 1.0))]
 )

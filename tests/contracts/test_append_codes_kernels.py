@@ -351,6 +351,7 @@ def compiled_fp4(*, tokens, tie_rule="deepgemm", dtype="bfloat16", slots=6_400):
     return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
 
+@pytest.mark.sample(0, 3, 5, 6, 9)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("card", "case", "options"),

@@ -111,6 +111,7 @@ def test_contexts_as_fp8(page_size, heads, config):
         np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
 
 
+@pytest.mark.sample(0, 1)
 @pytest.mark.parametrize(
     "name", ["texts", pytest.param("far apart", marks=pytest.mark.full), "odd", "fewer keys than a tile"]
 )

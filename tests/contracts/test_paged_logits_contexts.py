@@ -71,6 +71,7 @@ def test_contexts(page_size, group, config):
         np.testing.assert_array_equal(np.asarray(rounded), np.asarray(got).astype(jnp.bfloat16))
 
 
+@pytest.mark.sample(0, 2, 3, 4)
 @pytest.mark.parametrize("config", TRITON.values(), ids=TRITON)
 @pytest.mark.parametrize(("page_size", "heads"), [(16, 32), (64, 64), (256, 16)])
 def test_contexts_on_triton(page_size, heads, config):

@@ -146,6 +146,7 @@ def rows_of(facts: Facts, wanted: list[list[int]]) -> list[list[int]]:
     return to_rows(np.array(wanted, np.int32), requests, facts.held_table(), facts.page_size).tolist()
 
 
+@pytest.mark.sample(0, 3, 4, 5)
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS["select_rows"])
 @pytest.mark.parametrize(
     ("manager", "form", "page_size", "budget"),
@@ -258,6 +259,7 @@ def compiled_case(*, rows: bool):
     return run, [*shapes, Cache.abstract(layout, 64), jax.eval_shape(meta.derive)]
 
 
+@pytest.mark.sample(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("card", ["sm80", "sm90"])
 def test_rows_cost_no_launch(compile_environment, card):

@@ -391,6 +391,7 @@ def compiled_case(*, rows, columns, k=2_048, paged=False, module="triton"):
     return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
 
+@pytest.mark.sample(0, 1, 2, 3, 7)
 @pytest.mark.compile
 @pytest.mark.parametrize("card", ["sm80", "sm90", "sm100"])
 @pytest.mark.parametrize(("rows", "columns", "launches"), [(64, 4_096, 1), (4, 131_072, 2), (1, 1 << 20, 3)])

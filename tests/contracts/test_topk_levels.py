@@ -50,6 +50,7 @@ def test_levels(name, kind):
         np.testing.assert_array_equal(positions, model(row, limit, k), err_msg=f"limit {limit}")
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("name", ["three", "spans shorter than k"])
 def test_cache_rows_of_levels(name):
     """Every launch that completes rows translates them; pages of 32 in reverse order, one of them missing."""

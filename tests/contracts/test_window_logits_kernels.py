@@ -46,6 +46,7 @@ NAMES = [pytest.param("causal", marks=pytest.mark.full), *(name for name in CASE
 """What "causal" shows, "texts" shows as well; it takes the interpreters longest."""
 
 
+@pytest.mark.sample(0, 2, 4)
 @pytest.mark.parametrize("blocks", [pytest.param(1, marks=pytest.mark.full), 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_windows(name, blocks):

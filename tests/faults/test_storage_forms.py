@@ -33,6 +33,7 @@ def appended(layout, keys: np.ndarray, layers=(0,), slots: int = cases.SLOTS, ta
     return cache, step, facts
 
 
+@pytest.mark.sample(0, 2, 4)
 @pytest.mark.parametrize("page_size", [1, 4, 32, 64, 128])
 def test_b04_fp4_pages_are_planar(page_size):
     """Token t holds ones times 2^(t mod 8): its four scale bytes lie at T*64 + 4t, behind all codes, and read back."""
@@ -271,6 +272,7 @@ def test_b13_rotation_before_fp4():
     assert error(True) < 0.7 * error(False)
 
 
+@pytest.mark.sample(0, 2, 5)
 @pytest.mark.parametrize(("key", "index", "page_size"), form_cases.PAIRS)
 def test_b63_handed_over_pages_select_and_attend_alike(key, index, page_size):
     """Pages [3, 5] of one cache as [0, 1] of another: the same selection below k tokens and the same output, bit for bit."""

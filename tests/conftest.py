@@ -53,14 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the samples that tests and the command line ask for; skip what needs a card where there is none, and say so."""
     every: int = config.option.one_in
-    cases = collections.Counter()
+    cases, alike = collections.Counter(), collections.Counter()
     left_out = []
     for item in items:
         function = item.nodeid.split("[")[0]
         sample = item.get_closest_marker("sample")
-        # Who names a single case gets it.
-        if sample and cases[function] not in sample.args and item.nodeid not in config.args:
-            item.add_marker(pytest.mark.full)
+        if sample and not item.get_closest_marker("full"):
+            # Who names a single case gets it.
+            if alike[function] not in sample.args and item.nodeid not in config.args:
+                item.add_marker(pytest.mark.full)
+            alike[function] += 1
         if cases[function] % every:
             left_out.append(item)
         cases[function] += 1

@@ -114,7 +114,7 @@ def test_scatter_and_gather_with_page_scale(implementation, owners):
     keys = np.random.default_rng(owners).normal(size=(256, 128)).astype(np.float32)
     cache = cases.poisoned(layout, 7, byte=0x5A)
     after = cases.append_index_k(cache, layer, keys, step, implementation=implementation)
-    data, scale = cases.gather_index_k(after, layer, step)
+    data, scale = cases.gather_index_k(after, layer, step, implementation=implementation)
     codes, scales = quantize_fp8(keys[:250])
     np.testing.assert_array_equal(np.asarray(data)[:250], codes)
     np.testing.assert_array_equal(np.asarray(scale)[:250], scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -15,7 +16,7 @@ from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
 from dsa_jax.pallas.paged_logits_triton import Config
 from fp8_scores import check, scenario
 from interpreted import INTERPRETED, races_found
-from paged_pairs import CASES
+from paged_pairs import CASES, Case
 
 CONFIGS = {"mosaic": None, "triton": None, "triton for Ampere": Config(fp8_products=False)}
 # Of Ampere's products, which differ from Triton's others in how codes become factors alone, a sample.
@@ -36,18 +37,30 @@ SCHEDULES = (
 @pytest.mark.parametrize(("kernel", "case"), RUNS, ids=str)
 def test_pairs(kernel, case, monkeypatch):
     """The scores of the model, and for Mosaic no race; unused pages and places hold NaN."""
-    monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)
-    config = CONFIGS[kernel]
-    if kernel == "mosaic":
-        blocks, config = SCHEDULES[CASES.index(case) % len(SCHEDULES)]
-        score = functools.partial(
-            paged_logits_mosaic.paged_logits_decode, blocks=blocks, interpret=INTERPRETED
-        )
-        monkeypatch.setattr(paged_logits_mosaic, "paged_logits_decode", score)
+    score = interpreted(kernel, SCHEDULES[CASES.index(case) % len(SCHEDULES)], monkeypatch)
     arguments, expected = scenario(case.lengths, **case.shape)
-    score = paged_pairs.scorer(kernel.split()[0], config)
     check(np.asarray(score(*paged_pairs.on_cache(case, "fp8", arguments))), expected)
     assert kernel != "mosaic" or not races_found()
+
+
+def interpreted(kernel: str, schedule: tuple[int, PagedLogitsConfig], monkeypatch):
+    """The op with one kernel, which takes the CPU for a card; `schedule` is that of Mosaic, its blocks and its config."""
+    monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)
+    blocks, config = schedule
+    score = functools.partial(paged_logits_mosaic.paged_logits_decode, blocks=blocks, interpret=INTERPRETED)
+    monkeypatch.setattr(paged_logits_mosaic, "paged_logits_decode", score)
+    return paged_pairs.scorer(kernel.split()[0], config if kernel == "mosaic" else CONFIGS[kernel])
+
+
+@pytest.mark.parametrize("kernel", CONFIGS)
+def test_limits_beyond_the_table(kernel, monkeypatch):
+    """A length that outgrew the table scores the columns that exist and nothing else: 3 pages, a limit of 1,000 keys."""
+    case = Case(32, 1, 32, "v1", (96, 0, 64))
+    arguments, expected = scenario(case.lengths, **case.shape)
+    *given, step = paged_pairs.on_cache(case, "fp8", arguments)
+    longer = dataclasses.replace(step, limits=step.limits.at[0].set(1_000))
+    score = interpreted(kernel, (2, PagedLogitsConfig()), monkeypatch)
+    check(np.asarray(score(*given, longer)), expected)
 
 
 @pytest.mark.parametrize("kernel", ["mosaic", "triton"])

@@ -201,6 +201,31 @@ def test_merge_is_a_softmax_over_shares():
     assert np.isneginf(lse[0, 1])
 
 
+@pytest.mark.parametrize("run", [run_triton, run_mosaic])
+def test_rows_given_twice_count_twice(run):
+    """The output of a single row is its latent whatever its score, and a second time adds log 2 to lse."""
+    p = problem(3, 8, 8, latent=512, rope=64)
+    row = int(p.rows[1, 0])
+    p.rows = jnp.array([[row, -1, -1, -1], [-1, row, row, -1], [-1, -1, -1, -1]], jnp.int32)
+    p.q = jnp.broadcast_to(p.q[:1], p.q.shape)
+    out, lse = map(np.asarray, run(p, splits=1))
+    np.testing.assert_array_equal(out[1], out[0])
+    np.testing.assert_allclose(lse[1] - lse[0], np.log(2), rtol=1e-5)
+    assert np.isneginf(lse[2]).all()
+
+
+@pytest.mark.parametrize("run", [run_triton, run_mosaic])
+def test_large_scores(run):
+    """Scores of hundreds, of which exp is infinite in float32: the softmax is that of their differences."""
+    p = problem(3, 8, 24, latent=512, rope=64)
+    p.q = (p.q.astype(jnp.float32) * 4_096).astype(jnp.bfloat16)
+    attend(p, np.asarray(p.pages, np.float64))
+    assert p.lse[:2].min() > 100
+    out, lse = map(np.asarray, run(p, splits=1))
+    np.testing.assert_allclose(lse[:2], p.lse[:2], rtol=1e-6)
+    np.testing.assert_allclose(out, p.out, atol=1e-2 * np.abs(p.out).max())
+
+
 @pytest.mark.parametrize("kernel", [sparse_mla_triton, sparse_mla_mosaic])
 def test_no_queries(kernel):
     q, pages = jnp.zeros((0, 64, 576), jnp.bfloat16), jnp.zeros((2, 64, 576), jnp.bfloat16)

@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cases
+import paged_pairs
 from card_scores import check_scores, no_case
 from dsa_jax.compat import target_device
+from dsa_jax.ops import dispatch
 from dsa_jax.pallas import paged_logits_mosaic, paged_logits_triton
 from dsa_jax.pallas.paged_logits_mosaic import PagedLogitsConfig
 from fp8_scores import LAYER_OFFSET, NAN_CODE, SCALE, check, scenario
 from interpreted import INTERPRETED, races_found
 from numpy_model import E4M3, encode_e4m3, scores
+from test_gpu_scores import EVERY, problem
 
 TRITON = {"triton": None, "triton for Ampere": paged_logits_triton.Config(fp8_products=False)}
 KERNELS = ("mosaic", *TRITON)
@@ -69,6 +73,16 @@ def test_contexts(page_size, group, config):
         rounded = jax.jit(functools.partial(call, dtype=jnp.bfloat16))
         rounded = rounded(*map(jnp.asarray, arguments), layer_offset=LAYER_OFFSET)
         np.testing.assert_array_equal(np.asarray(rounded), np.asarray(got).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_every_length(form, monkeypatch):
+    """Triton on contexts of eleven requests with 0 to 2,049 keys: the reference's scores; the pool is NaN elsewhere."""
+    monkeypatch.setattr(dispatch, "target_device", lambda: cases.CARD)
+    some = problem(form, EVERY, manager="v1", page_size=32, heads=32)
+    want = np.asarray(paged_pairs.scorer("xla")(*some.arguments))
+    np.testing.assert_array_equal(np.isfinite(want), some.visible)
+    check_scores(paged_pairs.scorer("triton")(*some.arguments), want, some.visible)
 
 
 @pytest.mark.sample(0, 2, 3, 4)

@@ -321,7 +321,7 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    """Run the checks and the timings."""
+    """Run the checks and the timings; one that fails does not cost the others their turn, but the exit code is then 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the full results")
     parser.add_argument("--seconds", type=float, default=100, help="start no problem after this time")
@@ -345,6 +345,8 @@ def main() -> None:
         "timed": [],
     }
 
+    failed = []
+
     def keep(problem: Problem | ContextProblem, measure: Callable[[], list[dict]]) -> None:
         if late():
             print(f"{problem.name}: out of time", flush=True)
@@ -352,6 +354,7 @@ def main() -> None:
         try:
             result["timed"] += measure()
         except Exception as error:
+            failed.append(problem.name)
             print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         write()
 
@@ -409,9 +412,12 @@ def main() -> None:
     with ThreadPoolExecutor(12) as threads:  # compiling alone does not hold the lock
         for name, found in xla.time_all([job for job in jobs if job.problem.name in done], threads, late):
             rows = [row for row in result["timed"] if row["problem"] == name and row["kernel"] != "fp8"]
-            [row.update(found) for row in rows]
+            for row in rows:
+                row |= found
             xla.lines(name, rows, "us", title)
             write()
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    """Run the checks and the sweep."""
+    """Run the checks and the sweep; one that fails does not cost the others their turn, but the exit code is then 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the full results")
     parser.add_argument("--seconds", type=float, default=150, help="start no problem after this time")
@@ -291,7 +291,7 @@ def main() -> None:
     ceilings = rates.measure("fp8")  # before anything compiles: the threads would take part of the time
     result: dict = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "peer": peers}
     result |= {"ceilings": dataclasses.asdict(ceilings), "checks": [], "timed": []}
-    late = lambda: time.perf_counter() - start > options.seconds
+    late, failed = lambda: time.perf_counter() - start > options.seconds, False
 
     def keep() -> None:
         if options.json:
@@ -326,15 +326,19 @@ def main() -> None:
                 result["timed"] += time_problem(
                     problem, configs, futures, checker, peer, options.rounds, ceilings, options.triton
                 )
-            except Exception as error:  # the other problems are worth their turn
+            except Exception as error:
+                failed = True
                 print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             keep()
         done = {row["problem"] for row in result["timed"]}
         for name, found in xla.time_all([references[n] for n in references if n in done], pool, late):
             rows = [row for row in result["timed"] if row["problem"] == name]
-            [row.update(found) for row in rows]
+            for row in rows:
+                row |= found
             xla.lines(name, rows, "kernel", title)
             keep()
+    if failed:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

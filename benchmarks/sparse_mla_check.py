@@ -275,7 +275,8 @@ def measure(name: str, programs: dict[str, Future], deadline: float, ceilings: r
     others = [entry for entry in results if entry["variant"] != "xla"]
     for entry in results:
         if entry["variant"] == "xla" and "us" in entry:
-            [other.update(xla=entry["us"]) for other in others]
+            for other in others:
+                other["xla"] = entry["us"]
             lines(name, others, "us", lambda row: row["variant"])
     return results
 
@@ -286,8 +287,8 @@ def line(entry: dict) -> str:
     if "error" in entry:
         return f"{title} {entry['error']}"
     verdict = "ok" if entry["wrong"] == 0 else f"WRONG {entry['wrong']}"
-    errors = f"out {entry['max_out']:.0e} lse {entry['max_lse']:.0e} diff {entry['calc_diff']:.0e}"
-    return f"{title} {entry['us']:8.1f} us{rates.text(entry)} {verdict} {errors}"
+    gaps = f"out {entry['max_out']:.0e} lse {entry['max_lse']:.0e} diff {entry['calc_diff']:.0e}"
+    return f"{title} {entry['us']:8.1f} us{rates.text(entry)} {verdict} {gaps}"
 
 
 def main() -> None:

@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if cases[function] % every:
             left_out.append(item)
         cases[function] += 1
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        sample, number = item.get_closest_marker("sample"), alike[function]
+        # Named cases are not all that there are.
+        if sample and max(sample.args) >= number and not any("::" in name for name in config.args):
+            raise pytest.UsageError(
+                f"{function} has {number} cases, numbered from 0; its sample asks for {sample.args}"
+            )
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -293,32 +293,6 @@ def test_b01_top_k_of_many_scores(rows, implementation):
     np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("requests", [72, 144])
-def test_b01_many_scores_are_written(requests, implementation):
-    """2.4 and 4.8 GB of decode scores: nothing but -inf beyond short lengths, in the last row as in the first."""
-    layout, codes, scale = layout_of(), *keys_that_count(64)
-    width = (1 << 20) // 64
-    cache = Cache.create(layout, 2)
-    cache = cache.replace_pages(
-        index_key=jnp.tile(codes[None], (2, 1, 1)), index_scale=jnp.tile(scale[None], (2, 1))
-    )
-    bucket = Bucket(decode_requests=requests, next_n=8, table_width=width)
-    meta = StepMetadata.create(layout, bucket, [], [], [])
-    lens = 8 + np.arange(requests, dtype=np.int32) % 90
-    table = jnp.full((requests, width), -1, jnp.int32).at[:, :2].set(jnp.array([1, 0], jnp.int32))
-    meta = dataclasses.replace(
-        meta, page_table=table, kv_lens=jnp.asarray(lens), new_lens=jnp.full(requests, 8, jnp.int32)
-    )
-    q, weights = unit_queries(8 * requests)
-    score = lambda q, w, c, s: ops.paged_mqa_logits(q, w, c, 0, s, implementation=implementation)
-    got = call(score, q, weights, cache, meta.derive())
-    limits = (lens[:, None] - 7 + np.arange(8)).reshape(-1)
-    want = np.where(np.arange(128) < limits[:, None], np.arange(128) % 64 % 16, -np.inf)
-    np.testing.assert_array_equal(got[:, :128], want)
-    assert bool(jax.jit(lambda x: jnp.isneginf(x[:, 128:]).all())(got))
-
-
 # --- long rows, and the catalogue at its full size -----------------------------------------------------------------
 
 

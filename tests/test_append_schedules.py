@@ -9,7 +9,7 @@ import pytest
 import cases
 from dsa_jax.pallas import append_triton, gather_triton, tuning
 
-KEYS = {"fp8": (4, 16, 128), "fp4": (4, 8, 64), "f32": (4, 8, 512)}
+KEYS = {"fp8": (4, 8, 128), "fp4": (4, 8, 64), "f32": (4, 8, 512)}
 LATENTS = {
     "bf16": (4, 8, 1152), "f32": (1, 8, 2304), "fp8": (1, 4, 576), "nvfp4": (1, 4, 288), "fp8_ds_mla": (1, 4, 512)
 }  # fmt: skip

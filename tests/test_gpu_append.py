@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ import form_cases
 import numpy_forms
 from dsa_jax import Cache, CacheLayout, ops
 from dsa_jax.config import preset
+from dsa_jax.pallas import append_triton
 from numpy_model import Facts
 
 pytestmark = pytest.mark.gpu
@@ -167,3 +169,31 @@ def test_b66_an_old_cache_is_read_behind_the_append(manager, index, key, page_si
     check_unchanged(read)
     check_new(append(old, step, *given, key_scale=key_scale), want, slots)
     check_unchanged(old)
+
+
+def edges() -> np.ndarray:
+    """f32`[tokens, 576]`: every bfloat16 number, and each tie between codes of e4m3 with the floats beside it."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ties = np.append((codes[1:] + codes[:-1]) / 2, np.float32(464))
+    ties = np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, np.float32(1e9))])
+    x = np.concatenate([every, ties, -ties])
+    return np.resize(x, (-(-x.size // 576), 576))
+
+
+@pytest.mark.parametrize("instruction", [True, False])
+@pytest.mark.parametrize(("block", "warps"), [(1, 4), (4, 4), (16, 2)])
+def test_codes_at_every_edge(block, warps, instruction):
+    """FP8 latents under a scale of 1, by the card's instruction and with integers, in programs of several sizes."""
+    x = edges()
+    tokens, config = len(x), append_triton.Config(block, warps, fp8_instruction=instruction)
+    [got] = append_triton.append_latent_codes(
+        jnp.asarray(x[:, :512]), jnp.asarray(x[:, 512:]), jnp.arange(tokens), [jnp.zeros((1, 256, 576), jnp.uint8)],
+        page_scales=(1,), layer_offsets=(0,), config=config,
+    )  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    lost = np.isnan(x)
+    got = np.asarray(got)[0, :tokens]
+    np.testing.assert_array_equal(got[~lost], want[~lost])
+    np.testing.assert_array_equal(got[lost] & 0x7F, 0x7F)

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as pltriton
 
 from dsa_jax.forms import FP4_GROUP, FP8_TILE
 from dsa_jax.pallas import append_encode
-from dsa_jax.pallas.append_encode import pack_words
+from dsa_jax.pallas.append_encode import Arithmetic, pack_words
 from dsa_jax.quant import ScaleRule, TieRule
 from dsa_jax.quant.fp4 import GROUP, GROUPS
-from dsa_jax.quant.fp8 import exact_divide
 
 
 class Place(NamedTuple):
@@ -45,13 +43,11 @@ class Part:
         inputs: arrays that the kernel reads, tokens first unless they are scalars `[1]`.
         pools: arrays that the kernel writes, `[P, T, ...]`, words where the pool has bytes.
         places: one for each pool.
-        row_bytes: of a token in the first pool.
     """
 
     def __init__(self, inputs: Sequence[Array], pools: Sequence[Array], places: Sequence[Place]):
         self._dtypes = [pool.dtype for pool in pools]
         self.inputs, self.places = list(inputs), list(places)
-        self.row_bytes = pools[0].shape[-1] * pools[0].dtype.itemsize
         self.pools = [as_words(pool) if pool.dtype == jnp.uint8 else pool for pool in pools]
 
     def read(self, inputs: Sequence[Any], token: Array, exists: Array) -> list[Array]:
@@ -87,20 +83,20 @@ class FloatPart(Part):
 class Fp8IndexPart(Part):
     """Indexer keys in FP8: one scale a vector."""
 
-    def __init__(self, inputs, pools, places, rule: ScaleRule, interpret: bool):
+    def __init__(self, inputs, pools, places, arithmetic: Arithmetic, rule: ScaleRule):
         super().__init__(inputs, pools, places)
+        self._arithmetic = arithmetic
         self._rule: ScaleRule = rule
-        self._divide = _division(interpret)
 
     def read(self, inputs, token, exists):
-        """Four elements a word."""
-        return [_load(k, token, exists, (k.shape[1] // 4, 4)) for k in inputs]
+        """Vectors as they are."""
+        return [_load(k, token, exists, (k.shape[1],)) for k in inputs]
 
     def write(self, values, pools, spots) -> None:
         """Codes in one pool, scales in the other."""
         [x], [at, scale_at] = values, spots
-        codes, scale = append_encode.quantize(x, self._rule, self._divide)
-        _store_words(pools[0], at, 0, pack_words(codes))
+        words, scale = append_encode.quantize(x, self._rule, self._arithmetic)
+        _store_words(pools[0], at, 0, words)
         pltriton.store(pools[1].at[scale_at.page, scale_at.offset], scale, mask=scale_at.mask)
 
 
@@ -126,31 +122,31 @@ class Fp4IndexPart(Part):
 class Fp8LatentPart(Part):
     """Latent and rotary key in FP8 under one scale for all tokens, the last input."""
 
-    def __init__(self, inputs, pools, places, interpret: bool):
+    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
         super().__init__(inputs, pools, places)
-        self._divide = _division(interpret)
+        self._arithmetic = arithmetic
 
     def read(self, inputs, token, exists):
-        """Four elements a word, and the scale."""
+        """Vectors as they are, and the scale."""
         *sources, factor = inputs
-        return [*(_load(x, token, exists, (x.shape[1] // 4, 4)) for x in sources), factor[0]]
+        return [*(_load(x, token, exists, (x.shape[1],)) for x in sources), factor[0]]
 
     def write(self, values, pools, spots) -> None:
         """Codes of both, side by side."""
         *sources, factor = values
         first = 0
         for x in sources:
-            quotient = self._divide(x, jnp.broadcast_to(factor, x.shape))
-            _store_words(pools[0], spots[0], first, pack_words(append_encode.e4m3_codes(quotient)))
-            first += x.shape[1]
+            quotient = self._arithmetic.divide(x, jnp.broadcast_to(factor, x.shape))
+            _store_words(pools[0], spots[0], first, self._arithmetic.e4m3_words(quotient))
+            first += x.shape[1] // 4
 
 
 class NvFp4LatentPart(Part):
     """Latent and rotary key in NVFP4: an e4m3 scale for 16 elements, in a pool of its own, and one scale for all tokens."""
 
-    def __init__(self, inputs, pools, places, interpret: bool):
+    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
         super().__init__(inputs, pools, places)
-        self._divide = _division(interpret)
+        self._arithmetic = arithmetic
 
     def read(self, inputs, token, exists):
         """Four groups under the scales of a word, of eight elements a word, and the scale of all."""
@@ -166,7 +162,7 @@ class NvFp4LatentPart(Part):
         *sources, factor = values
         scale_words = 0
         for x in sources:
-            codes, scale_codes = append_encode.quantize_nvfp4(x, factor, self._divide)
+            codes, scale_codes = append_encode.quantize_nvfp4(x, factor, self._arithmetic)
             _store_words(pools[0], spots[0], scale_words * FP4_GROUP // 2, pack_words(codes, 4))
             _store_words(pools[1], spots[1], scale_words, pack_words(scale_codes))
             scale_words += x.shape[1]
@@ -175,17 +171,21 @@ class NvFp4LatentPart(Part):
 class DsMlaLatentPart(Part):
     """The 656-byte token: FP8 latents with a scale for 128 elements, the rotary key in bfloat16."""
 
+    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
+        super().__init__(inputs, pools, places)
+        self._arithmetic = arithmetic
+
     def read(self, inputs, token, exists):
-        """Tiles of four elements a word, and the rotary key as it is."""
+        """Tiles, and the rotary key as it is."""
         latent, k_rope = inputs
-        tiles = (latent.shape[1] // FP8_TILE, FP8_TILE // 4, 4)
+        tiles = (latent.shape[1] // FP8_TILE, FP8_TILE)
         return [_load(latent, token, exists, tiles), _load(k_rope, token, exists, (k_rope.shape[1],))]
 
     def write(self, values, pools, spots) -> None:
         """Codes, scales and rotary keys, each in its pool."""
         latent, k_rope = values
-        codes, scale = append_encode.quantize_tiles(latent)
-        _store_words(pools[0], spots[0], 0, pack_words(codes))
+        words, scale = append_encode.quantize_tiles(latent, self._arithmetic)
+        _store_words(pools[0], spots[0], 0, words)
         _store_words(pools[1], spots[1], 0, scale)
         _store_side_by_side([k_rope], pools[2], spots[2])
 
@@ -229,17 +229,3 @@ def _store_words(pool: Any, spot: Spot, first: int, words: Array) -> None:
     column = first + jnp.arange(width, dtype=jnp.int32)[None, :]
     at = pool.at[spot.page[:, None], spot.offset[:, None], column]
     pltriton.store(at, words.reshape(words.shape[0], width), mask=spot.mask[:, None])
-
-
-def _division(interpret: bool) -> append_encode.Divide:
-    """Correctly rounded division."""
-    return exact_divide if interpret else _divide
-
-
-def _divide(x: Array, y: Array) -> Array:
-    """Triton's own division is off by up to two units in the last place."""
-    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    [quotient] = pltriton.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;", args=[x, y], constraints="=f,f,f", pack=1, result_shape_dtypes=[shape]
-    )
-    return quotient

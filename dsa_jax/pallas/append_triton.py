@@ -1,8 +1,8 @@
 """Quantise and append a step's keys, in place and in one launch, in Pallas-Triton.
 
 A token's destination is its row `slot * T + offset`; its page is `slot * page_scale + layer_offset`. Rows below 0, and
-rows whose page does not exist, write nothing. Codes are made with integer arithmetic on the float's bits, so that the
-same kernel runs where the hardware has no FP8 or FP4 conversion (sm80). What the storage forms look like is in
+rows whose page does not exist, write nothing. FP8 codes are made by the card's instruction or, where it has none (sm80),
+with integer arithmetic on the float's bits, as FP4 codes are everywhere. What the storage forms look like is in
 append_parts.py.
 """
 
@@ -18,9 +18,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from dsa_jax.compat import Device
+from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import append_parts as parts_of
 from dsa_jax.pallas import tuning
+from dsa_jax.pallas.append_encode import Arithmetic, arithmetic
 from dsa_jax.pallas.append_parts import Part, Place, Spot
 from dsa_jax.pallas.config_checks import check_fields, power_of_two
 from dsa_jax.pallas.triton_call import interpret_here, triton_call
@@ -34,10 +35,13 @@ class Config:
     Attributes:
         block: most tokens of a program, a power of two; a step of fewer takes smaller programs.
         warps: warps of a program.
+        fp8_instruction: make FP8 codes with the card's instruction, instead of integer arithmetic; None does so where there
+            is one, from compute capability 8.9 on.
     """
 
     block: int
     warps: int = 4
+    fp8_instruction: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, block=power_of_two(1, 1024), warps=power_of_two(1, 32))
@@ -97,15 +101,16 @@ def append_index_k(
         The pages and scales; in place if the caller's `jit` donates them.
     """
     interpret = interpret_here() if interpret is None else interpret
+    form = "f32" if scales is None else "fp4" if scales.dtype == jnp.int32 else "fp8"
+    config = config or _config_of(keys, rows, form)
     pools = [keys] if scales is None else [keys, scales]
     arguments = [k], pools, [Place(page_scale, layer_offset)] * len(pools)
-    if scales is None:
-        form, part = "f32", parts_of.FloatPart(*arguments)
-    elif scales.dtype == jnp.int32:
-        form, part = "fp4", parts_of.Fp4IndexPart(*arguments, tie_rule)
+    if form == "f32":
+        part = parts_of.FloatPart(*arguments)
+    elif form == "fp4":
+        part = parts_of.Fp4IndexPart(*arguments, tie_rule)
     else:
-        form, part = "fp8", parts_of.Fp8IndexPart(*arguments, scale_rule, interpret)
-    config = config or _config_of(part, rows, form)
+        part = parts_of.Fp8IndexPart(*arguments, _arithmetic(config, interpret), scale_rule)
     keys, *scales_written = part.result(_launch("append_index_k", rows, [part], config, interpret)[0])
     return keys, scales_written[0] if scales_written else None
 
@@ -139,7 +144,7 @@ def append_latent(
     """
     interpret = interpret_here() if interpret is None else interpret
     part = parts_of.FloatPart([latent, k_rope], [pages], [Place(page_scale, layer_offset)])
-    config = config or _config_of(part, rows, _float_form(pages), latent=True)
+    config = config or _config_of(pages, rows, _float_form(pages), latent=True)
     return part.result(_launch("append_latent", rows, [part], config, interpret)[0])[0]
 
 
@@ -179,13 +184,15 @@ def append_latent_codes(
     interpret = interpret_here() if interpret is None else interpret
     places = [Place(*place) for place in zip(page_scales, layer_offsets, strict=True)]
     factor = jnp.asarray(1.0 if key_scale is None else key_scale, jnp.float32).reshape(1)
-    if len(pools) == 1:
-        form, part = "fp8", parts_of.Fp8LatentPart([latent, k_rope, factor], pools, places, interpret)
-    elif len(pools) == 2:
-        form, part = "nvfp4", parts_of.NvFp4LatentPart([latent, k_rope, factor], pools, places, interpret)
+    form = {1: "fp8", 2: "nvfp4", 3: "fp8_ds_mla"}[len(pools)]
+    config = config or _config_of(pools[0], rows, form, latent=True)
+    numbers = _arithmetic(config, interpret)
+    if form == "fp8":
+        part = parts_of.Fp8LatentPart([latent, k_rope, factor], pools, places, numbers)
+    elif form == "nvfp4":
+        part = parts_of.NvFp4LatentPart([latent, k_rope, factor], pools, places, numbers)
     else:
-        form, part = "fp8_ds_mla", parts_of.DsMlaLatentPart([latent, k_rope], pools, places)
-    config = config or _config_of(part, rows, form, latent=True)
+        part = parts_of.DsMlaLatentPart([latent, k_rope], pools, places, numbers)
     return part.result(_launch("append_latent", rows, [part], config, interpret)[0])
 
 
@@ -225,12 +232,12 @@ def append_both(
         `(keys, scales, pages)`.
     """
     interpret = interpret_here() if interpret is None else interpret
+    config = _config_of(pages, rows, _float_form(pages), latent=True)
+    config = dataclasses.replace(config, block=min(config.block, _config_of(keys, rows, "fp8").block))
     index_places = [Place(index_scale, index_offset)] * 2
-    index = parts_of.Fp8IndexPart([k], [keys, scales], index_places, scale_rule, interpret)
+    numbers = _arithmetic(config, interpret)
+    index = parts_of.Fp8IndexPart([k], [keys, scales], index_places, numbers, scale_rule)
     latents = parts_of.FloatPart([latent, k_rope], [pages], [Place(key_scale, key_offset)])
-    config = _config_of(latents, rows, _float_form(pages), latent=True)
-    block = min(config.block, _config_of(index, rows, "fp8").block)
-    config = dataclasses.replace(config, block=block)
     index_written, latents_written = _launch("append_both", rows, [index, latents], config, interpret)
     keys, scales = index.result(index_written)
     return keys, scales, latents.result(latents_written)[0]
@@ -241,9 +248,27 @@ def _float_form(pages: Array) -> str:
     return "f32" if pages.dtype == jnp.float32 else "bf16"
 
 
-def _config_of(part: Part, rows: Array, form: str, latent: bool = False) -> Config:
-    """What the rules say for a part of a step."""
-    return default_config(form, tokens=rows.shape[0], row_bytes=part.row_bytes, latent=latent)
+def _config_of(pool: Array, rows: Array, form: str, latent: bool = False) -> Config:
+    """What the rules say for a step's keys or latents, by their pool."""
+    row_bytes = pool.shape[-1] * pool.dtype.itemsize
+    return default_config(form, tokens=rows.shape[0], row_bytes=row_bytes, latent=latent)
+
+
+def _arithmetic(config: Config, interpret: bool) -> Arithmetic:
+    """The configuration's, or the card's.
+
+    Raises:
+        NotImplementedError: FP8 codes shall be made by an instruction that the card does not have.
+    """
+    device = target_device()
+    able = device.capability is None or device.capability >= (8, 9)
+    if config.fp8_instruction and not able:
+        raise NotImplementedError(
+            f"append (Triton): fp8_instruction is True; {device} has no such instruction: it takes compute capability "
+            "8.9 or more. Leave it None."
+        )
+    by_instruction = able if config.fp8_instruction is None else config.fp8_instruction
+    return arithmetic(interpret=interpret, fp8_instruction=by_instruction)
 
 
 def _launch(

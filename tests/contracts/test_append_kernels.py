@@ -11,7 +11,7 @@ import pytest
 from compile_without_gpu import compile_case
 from dsa_jax.compat import Device, target_device
 from dsa_jax.pallas import append_triton
-from dsa_jax.pallas.append_encode import e4m3_codes
+from dsa_jax.pallas.append_encode import e4m3_codes, e4m3_words
 
 LAYERS, OFFSET, SLOTS = 3, 1, 5
 CANARY = 0xAB
@@ -128,6 +128,14 @@ def test_every_code_and_every_tie():
     x = np.concatenate([x, -x, np.array([449, 464, 465, 500, 1e30, np.inf, -np.inf], np.float32)])
     got = np.asarray(jax.jit(e4m3_codes)(jnp.asarray(x)))
     np.testing.assert_array_equal(got, [code(v) for v in x.astype(np.float64)])
+
+
+def test_four_codes_a_word():
+    """In the order of memory, the first in the lowest byte."""
+    x = np.concatenate([E4M3, -E4M3, [1.0, 2.0]]).astype(np.float32)
+    words = np.asarray(jax.jit(e4m3_words)(jnp.asarray(x).reshape(2, 4, 32)))
+    assert words.shape == (2, 4, 8)
+    assert words.tobytes() == bytes(code(v) for v in x.astype(np.float64))
 
 
 def test_many_tokens_take_larger_blocks():
@@ -266,7 +274,7 @@ def compiled_case(*, tokens, rule="ue8m0", slots=6_400):
     ],
 )
 def test_compiles(compile_environment, card, options):
-    """One launch, FP8 by integer arithmetic, on a pool of 3.2 GB viewed as words without a copy."""
+    """One launch, on a pool of 3.2 GB viewed as words without a copy; FP8 by integer arithmetic on the first card."""
     result = compile_case(compile_environment, card, "contracts.test_append_kernels:compiled_case", **options)
     assert len(result.get("calls", [])) == 1, result
     assert result["temp"] < 4_096, result

@@ -120,24 +120,24 @@ class Fp4IndexPart(Part):
 
 
 class Fp8LatentPart(Part):
-    """Latent and rotary key in FP8 under one scale for all tokens, the last input."""
+    """Latent and rotary key in FP8; a third input is the scale of all tokens, 1 without it."""
 
     def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
         super().__init__(inputs, pools, places)
         self._arithmetic = arithmetic
 
     def read(self, inputs, token, exists):
-        """Vectors as they are, and the scale."""
-        *sources, factor = inputs
-        return [*(_load(x, token, exists, (x.shape[1],)) for x in sources), factor[0]]
+        """Vectors as they are, and the scale if there is one."""
+        vectors = [_load(x, token, exists, (x.shape[1],)) for x in inputs[:2]]
+        return [*vectors, *(scale[0] for scale in inputs[2:])]
 
     def write(self, values, pools, spots) -> None:
         """Codes of both, side by side."""
-        *sources, factor = values
-        first = 0
-        for x in sources:
-            quotient = self._arithmetic.divide(x, jnp.broadcast_to(factor, x.shape))
-            _store_words(pools[0], spots[0], first, self._arithmetic.e4m3_words(quotient))
+        vectors, first = values[:2], 0
+        if len(values) == 3:
+            vectors = [self._arithmetic.divide(x, jnp.broadcast_to(values[2], x.shape)) for x in vectors]
+        for x in vectors:
+            _store_words(pools[0], spots[0], first, self._arithmetic.e4m3_words(x))
             first += x.shape[1] // 4
 
 

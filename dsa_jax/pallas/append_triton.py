@@ -183,14 +183,15 @@ def append_latent_codes(
     """
     interpret = interpret_here() if interpret is None else interpret
     places = [Place(*place) for place in zip(page_scales, layer_offsets, strict=True)]
-    factor = jnp.asarray(1.0 if key_scale is None else key_scale, jnp.float32).reshape(1)
+    scale = [] if key_scale is None else [jnp.asarray(key_scale, jnp.float32).reshape(1)]
     form = {1: "fp8", 2: "nvfp4", 3: "fp8_ds_mla"}[len(pools)]
     config = config or _config_of(pools[0], rows, form, latent=True)
     numbers = _arithmetic(config, interpret)
     if form == "fp8":
-        part = parts_of.Fp8LatentPart([latent, k_rope, factor], pools, places, numbers)
+        part = parts_of.Fp8LatentPart([latent, k_rope, *scale], pools, places, numbers)
     elif form == "nvfp4":
-        part = parts_of.NvFp4LatentPart([latent, k_rope, factor], pools, places, numbers)
+        scale = scale or [jnp.ones(1, jnp.float32)]
+        part = parts_of.NvFp4LatentPart([latent, k_rope, *scale], pools, places, numbers)
     else:
         part = parts_of.DsMlaLatentPart([latent, k_rope], pools, places, numbers)
     return part.result(_launch("append_latent", rows, [part], config, interpret)[0])

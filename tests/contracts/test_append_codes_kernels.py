@@ -162,6 +162,7 @@ def append(form, latent, rope, rows, pools, places, key_scale=None, implementati
     ("form", "tokens", "page_size", "widths", "dtype", "key_scale"),
     [
         ("fp8", 1, 1, (64, 16), jnp.float32, None),
+        ("fp8", 10, 64, (512, 64), jnp.bfloat16, None),
         ("fp8", 11, 16, (512, 64), jnp.bfloat16, 0.37),
         ("fp8", 12, 4, (32, 4), jnp.float16, 2.0),
         ("fp8", 9, 256, (64, 64), jnp.float32, 3.7),

@@ -219,11 +219,16 @@ def timed(program: Callable, operands: tuple, repeats: int = 5) -> float:
 
 
 SCHEDULES = tuple(name for name in VARIANTS if name.startswith("mosaic"))
+BOTH = ("mosaic", "triton", "xla")
 SHAPES = {
     "decode 64x128": Shape(64, 128, sets=12, variants=(*SCHEDULES, "triton", "xla")),
     "decode 64x128 656 B": Shape(64, 128, sets=12, form="fp8_ds_mla", variants=(*SCHEDULES, "triton", "xla")),
     "prefill 4096x128": Shape(4096, 128, slots=512, sets=2, variants=("mosaic", "xla")),
-    "decode 64x16": Shape(64, 16, sets=12, variants=("mosaic", "triton", "xla")),
+    # What the rule by the number of heads decides.
+    "decode 64x16": Shape(64, 16, sets=12, variants=BOTH),
+    "decode 64x32": Shape(64, 32, sets=12, variants=BOTH),
+    "decode 1x16": Shape(1, 16, slots=4096, sets=36, variants=BOTH),
+    "prefill 4096x16": Shape(4096, 16, slots=512, sets=2, variants=BOTH),
     "decode 64x64": Shape(64, 64, sets=12),
     "decode 8x128": Shape(8, 128, slots=8 * 512, sets=24),
     "decode 1x128": Shape(1, 128, slots=4096, sets=36),
@@ -234,7 +239,9 @@ SHAPES = {
        ("fp8", "nvfp4")},
     **{f"decode 64x16 {form}": Shape(64, 16, sets=4, form=form, variants=("triton", "xla")) for form in
        ("fp8", "nvfp4")},
-    "decode 64x16 fp8_ds_mla": Shape(64, 16, sets=4, form="fp8_ds_mla", variants=("mosaic", "triton", "xla")),
+    "decode 64x16 fp8_ds_mla": Shape(64, 16, sets=4, form="fp8_ds_mla", variants=BOTH),
+    "decode 1x16 fp8_ds_mla": Shape(1, 16, slots=4096, sets=36, form="fp8_ds_mla", variants=BOTH),
+    "prefill 4096x16 fp8_ds_mla": Shape(4096, 16, slots=512, sets=2, form="fp8_ds_mla", variants=BOTH),
 }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ SHORT: Variants = {
 TOPK: dict[str, tuple[int, int, int | None, float | None, Variants]] = {
     "64 x 32768": (64, 32768, None, 20, BOTH | {"1,024 threads": cluster(1024, 16, 2, samples=1024)}),
     "64 x 8192": (64, 8192, None, None, BOTH),
+    "64 x 4096": (64, 4096, None, None, BOTH),
+    "8 x 2048": (8, 2048, None, None, BOTH),
     "64 x 8192 in 131072": (64, 131072, 8192, None, BOTH | SHORT),
     "4 x 131072": (4, 131072, None, 30, BOTH),
     "64 x 131072": (64, 131072, None, 70, BOTH),

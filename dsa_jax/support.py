@@ -91,11 +91,11 @@ def document() -> str:
     return (
         "# What runs where\n\n"
         "The implementation that `implementation=None` picks, asked of the dispatch (`dsa-jax support` prints this page).\n"
-        "Widths of DeepSeek-V3.2, pages of 64 tokens, contexts and windows of 2,048 tokens on 32,768 keys (on Hopper\n"
-        "small ones of FP4 keys are `triton`, and appends of 4,096 and more f32 keys are `xla` on every card); `xla` is\n"
-        "the exact reference and runs everywhere. `to_rows` and `quantize_index_k` are `xla` on every device;\n"
-        "`select_tokens` and `select_rows` are made of the ops below, and under a kernel of `topk_indices` the rows of\n"
-        "`select_rows` come out of that kernel.\n"
+        "Widths of DeepSeek-V3.2, pages of 64 tokens, contexts and windows of 2,048 tokens on 32,768 keys. On Hopper\n"
+        "small ones of FP4 keys are `triton`, and so is attention of up to 16 heads to bf16 latents; appends of 4,096\n"
+        "and more f32 keys are `xla` on every card. `xla` is the exact reference and runs everywhere. `to_rows` and\n"
+        "`quantize_index_k` are `xla` on every device; `select_tokens` and `select_rows` are made of the ops below, and\n"
+        "under a kernel of `topk_indices` the rows of `select_rows` come out of that kernel.\n"
         f"{unrun}: kernels are compiled for these cards, ptxas included, and have not been run on them.\n\n"
         f"{table()}\n"
     )

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-import cases
-from dsa_jax.pallas import append_triton, gather_triton, tuning
+from dsa_jax.pallas import append_triton, gather_triton
 
 KEYS = {"fp8": (4, 8, 128), "fp4": (4, 8, 64), "f32": (4, 8, 512)}
 LATENTS = {
@@ -41,17 +40,6 @@ def test_blocks_of_few_tokens_by_width(form, latent, row_bytes, few):
 def test_blocks_of_gathers():
     for form, rows in itertools.product(("fp8", "fp4", "f32"), (1, 63, 131_072)):
         assert gather_triton.default_config(form, rows=rows) == gather_triton.Config(64, 4)
-
-
-@pytest.mark.parametrize(
-    ("form", "tokens", "first"),
-    [("f32", 4095, "triton"), ("f32", 4096, "xla"), ("fp8", 8192, "triton"), ("fp4", 8192, "triton")],
-)
-def test_who_appends_keys(form, tokens, first):
-    chosen = tuning.choose(
-        "append_index_k", tuning.KernelOrReference, dict(form=form, tokens=tokens), cases.CARD
-    )
-    assert chosen == tuning.KernelOrReference(first)
 
 
 @pytest.mark.parametrize(

@@ -225,10 +225,11 @@ def support_of(candidate) -> bool:
     return True
 
 
-def test_hopper_takes_triton_for_few_heads():
+@pytest.mark.parametrize(("form", "first"), [("bf16", "triton"), ("fp8_ds_mla", "mosaic")])
+def test_what_hopper_takes_for_few_heads(form, first):
     """128 heads stand in the support matrix."""
     if target_device().capability != (9, 0):
         pytest.skip("another card")
-    cache = Cache.abstract(released("bf16", "v2", 64), 8)
+    cache = Cache.abstract(released(form, "v2", 64), 8)
     candidates = gpu.sparse_mla(cache, 16, jnp.bfloat16, 0.1)
-    assert support.chosen("sparse_mla", candidates, target_device()) == "triton"
+    assert support.chosen("sparse_mla", candidates, target_device()) == first

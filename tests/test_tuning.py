@@ -205,31 +205,6 @@ def test_schedules_of_attention(form, card, triton):
         assert sparse_mla_mosaic.default_config(card, form, **shape) == sparse_mla_mosaic.Config(**registers)
 
 
-@pytest.mark.parametrize(("heads", "first"), [(1, "triton"), (16, "triton"), (17, "mosaic"), (128, "mosaic")])
-@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4", "fp8_ds_mla"])
-def test_which_attention_is_tried_first(heads, first, form):
-    facts = {"form": form, "heads": heads}
-    assert tuning.choose("sparse_mla", tuning.Preference, facts, H200) == tuning.Preference(first)
-
-
-FEW_ROWS, MANY_ROWS = (32.5, 2**30), (33, 2**27)
-
-
-@pytest.mark.parametrize(
-    ("form", "size", "first"),
-    [
-        ("fp4", MANY_ROWS, "mosaic"),
-        ("fp4", FEW_ROWS, "triton"),
-        ("fp4", (33, 2**27 - 1), "triton"),
-        ("fp8", MANY_ROWS, "mosaic"),
-        ("fp8", (1, 64), "mosaic"),
-    ],
-)
-def test_which_scores_of_many_rows_are_tried_first(form, size, first):
-    facts = dict(zip(("form", "rows_per_request", "products"), (form, *size), strict=True))
-    assert tuning.choose("many_row_scores", tuning.Preference, facts, H200) == tuning.Preference(first)
-
-
 def every_choice():
     """Ask for schedules of many shapes, so that each rule has its turn."""
     for columns in (1000, 2000, 4000, 8000, 16000, 32000, 65000, 131072):

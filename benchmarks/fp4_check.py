@@ -28,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from benchmarks import paged_logits, rates, xla
+from benchmarks import paged_logits, rates, verdicts, xla
 from benchmarks.paged_logits import HEAD_DIM, UNTUNED, ContextProblem, Problem, context_inputs, difference
 from benchmarks.timing import device_times, kernel_times, queue, require_card, require_match
+from benchmarks.verdicts import scores_agree
 from dsa_jax import quant
 from dsa_jax.pallas import many_rows_fp4_mosaic as many_rows
 from dsa_jax.pallas import paged_logits_fp4_mosaic as mosaic
@@ -38,7 +39,6 @@ from dsa_jax.pallas import paged_logits_mosaic as fp8
 from dsa_jax.pallas import paged_logits_triton as triton
 from dsa_jax.pallas.paged_logits_fp4_mosaic import PagedLogitsFp4Config as Config
 
-BOUND = 5e-6
 KEY_BYTES = {"fp8": HEAD_DIM + 4, "mosaic": HEAD_DIM // 2 + 4, "triton": HEAD_DIM // 2 + 4}
 """Of a key with its scales, as each kernel reads it."""
 KERNEL, FP8_KERNEL, TRITON_KERNEL = "paged_mqa_logits_fp4", "paged_mqa_logits", "paged_mqa_logits_triton"
@@ -313,7 +313,7 @@ def line(row: dict) -> str:
     name = f"{row['problem']:21} {title(row)}"
     if "error" in row:
         return f"{name} {row['error']}"
-    good = "ok" if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['misplaced']}"
+    good = "ok" if scores_agree(row) else f"BAD {row['misplaced']}"
     result = f"{name} {good} {row['diff']:.1e} {row.get('us', float('nan')):7.2f} us{rates.text(row)}"
     result += f" {row['ratio']:.3f} x FP8" if "ratio" in row else ""
     result += f" total {row['total']:.2f}" if row.get("total") else ""
@@ -321,7 +321,7 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    """Run the checks and the timings; one that fails does not cost the others their turn, but the exit code is then 1."""
+    """Run the checks and the timings; one that fails or is wrong does not cost the others their turn: the exit code is 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the full results")
     parser.add_argument("--seconds", type=float, default=100, help="start no problem after this time")
@@ -400,6 +400,7 @@ def main() -> None:
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             result["checks"].append({"problem": vars(problem), "kernel": kernel, **found})
+            failed += [] if scores_agree(found) else [f"check {problem.name} {kernel}"]
             print(f"check {problem.name} T{problem.page_size} {kernel}: {found}", flush=True)
         for problem, programs, checkers in runs:
             measure = functools.partial(time_problem, problem, programs, checkers, options.rounds, ceilings)
@@ -416,8 +417,8 @@ def main() -> None:
                 row |= found
             xla.lines(name, rows, "us", title)
             write()
-    if failed:
-        raise SystemExit(1)
+    wrong = [f"{row['problem']} {title(row)}" for row in result["timed"] if not scores_agree(row)]
+    verdicts.end(failed + wrong)
 
 
 if __name__ == "__main__":

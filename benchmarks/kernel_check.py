@@ -25,17 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rates, xla
+from benchmarks import rates, verdicts, xla
 from benchmarks.deepgemm import measure_all
 from benchmarks.paged_logits import ContextProblem, Problem, context_inputs, difference, inputs, reference
 from benchmarks.timing import kernel_times, queue, require_card, require_match
+from benchmarks.verdicts import scores_agree
 from dsa_jax.compat import target_device
 from dsa_jax.pallas import paged_logits_mosaic as mosaic
 from dsa_jax.pallas import paged_logits_triton as triton
 from dsa_jax.pallas.paged_logits_config import PagedLogitsConfig as Config
 from dsa_jax.pallas.paged_logits_config import default_config, prefill_config
 
-BOUND = 5e-6
 KERNEL = "paged_mqa_logits"
 
 BIG, WIDE, LONG, ONE = (64, 32768), (128, 4096), (4, 131072), (1, 65536)
@@ -258,15 +258,13 @@ def line(row: dict) -> str:
     name = f"{row['problem']:21} {title(row):24}"
     if "error" in row:
         return f"{name} {row['error']}"
-    good = (
-        "ok " if row["diff"] < BOUND and not row["misplaced"] else f"BAD {row['diff']:.1e} {row['misplaced']}"
-    )
+    good = "ok " if scores_agree(row) else f"BAD {row['diff']:.1e} {row['misplaced']}"
     peer = f" {row['ratio']:.3f} x DeepGEMM" if "ratio" in row else ""
     return f"{name} {good} {row['kernel']:7.2f} us{rates.text(row)}{peer}"
 
 
 def main() -> None:
-    """Run the checks and the sweep; one that fails does not cost the others their turn, but the exit code is then 1."""
+    """Run the checks and the sweep; one that fails or is wrong does not cost the others their turn: the exit code is 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the full results")
     parser.add_argument("--seconds", type=float, default=150, help="start no problem after this time")
@@ -291,7 +289,7 @@ def main() -> None:
     ceilings = rates.measure("fp8")  # before anything compiles: the threads would take part of the time
     result: dict = {"device": str(jax.devices()[0].device_kind), "jax": jax.__version__, "peer": peers}
     result |= {"ceilings": dataclasses.asdict(ceilings), "checks": [], "timed": []}
-    late, failed = lambda: time.perf_counter() - start > options.seconds, False
+    late, failed = lambda: time.perf_counter() - start > options.seconds, []
 
     def keep() -> None:
         if options.json:
@@ -315,6 +313,7 @@ def main() -> None:
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             result["checks"].append({"problem": vars(problem), **found})
+            failed += [] if scores_agree(found) else [f"check {problem.name}"]
             print(f"check {problem.name} T{problem.page_size}: {found}", flush=True)
         for (problem, configs), (futures, checker) in zip(timed, built, strict=True):
             if late():
@@ -327,7 +326,7 @@ def main() -> None:
                     problem, configs, futures, checker, peer, options.rounds, ceilings, options.triton
                 )
             except Exception as error:
-                failed = True
+                failed.append(problem.name)
                 print(f"{problem.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             keep()
         done = {row["problem"] for row in result["timed"]}
@@ -337,8 +336,8 @@ def main() -> None:
                 row |= found
             xla.lines(name, rows, "kernel", title)
             keep()
-    if failed:
-        raise SystemExit(1)
+    wrong = [f"{row['problem']} {title(row)}" for row in result["timed"] if not scores_agree(row)]
+    verdicts.end(failed + wrong)
 
 
 if __name__ == "__main__":

@@ -399,7 +399,7 @@ def verdict(good: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and report; a part that fails does not cost the others their turn, but the exit code is then 1."""
+    """Run and report; a part that fails or is wrong does not cost the others their turn, but the exit code is then 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=70, help="start no part after this time")
@@ -446,6 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             failed = True
             report["error"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
+        failed |= report.get("agreement", {}).get("ok") == verdict(False)
         say(f"{time.perf_counter() - begin:.0f} s")
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rates
+from benchmarks import rates, verdicts
 from benchmarks.timing import launches, require_card, require_match
 from benchmarks.xla import lines
 from dsa_jax import Cache, CacheLayout, ops, quant
@@ -288,12 +288,17 @@ def measure(name: str, programs: dict[str, Future], deadline: float, ceilings: r
     return results
 
 
+def right(entry: dict) -> bool:
+    """Whether a variant ran and agrees with the reference."""
+    return "error" not in entry and entry["wrong"] == 0
+
+
 def line(entry: dict) -> str:
     """One row of the table."""
     title = f"{entry['shape']:26} {entry['variant']:16}"
     if "error" in entry:
         return f"{title} {entry['error']}"
-    verdict = "ok" if entry["wrong"] == 0 else f"WRONG {entry['wrong']}"
+    verdict = "ok" if right(entry) else f"WRONG {entry['wrong']}"
     gaps = f"out {entry['max_out']:.0e} lse {entry['max_lse']:.0e} diff {entry['calc_diff']:.0e}"
     return f"{title} {entry['us']:8.1f} us{rates.text(entry)} {verdict} {gaps}"
 
@@ -319,6 +324,7 @@ def main() -> None:
         shape for shape in SHAPES if shape in wanted or any(w in shape for w in wanted if w not in SHAPES)
     ]
     results: list[dict] = []
+    failed: list[str] = []
     if options.here:
         require_card("sparse_mla_check")
         print(jax.devices()[0].device_kind, "jax", jax.__version__, flush=True)
@@ -339,7 +345,7 @@ def main() -> None:
                     if options.json:
                         options.json.write_text(json.dumps(results, indent=1) + "\n")
             pool.shutdown(wait=False, cancel_futures=True)
-        return
+        return  # what is wrong is told by the process that reads the results
     require_match(options.only, (variant for name in names for variant in SHAPES[name].variants))
     # A kernel that hangs would take the rest of the run with it, so the first shape has a process of its own; a hanging
     # one rules out its kind.
@@ -357,12 +363,14 @@ def main() -> None:
                 subprocess.run(command, timeout=limit, check=False)
             except subprocess.TimeoutExpired:
                 print(f"{group[0]} ...: no answer after {limit:.0f} s", flush=True)
+                failed.append(f"{group[0]} ...")
                 only = only or "triton"
             if file.exists():
                 results += json.loads(file.read_text())
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{time.time() - begin:.0f} s")
+    verdicts.end(failed + [f"{entry['shape']} {entry['variant']}" for entry in results if not right(entry)])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import rates, xla
+from benchmarks import rates, verdicts, xla
 from benchmarks.timing import device_times, require_card
 from dsa_jax import Cache, CacheLayout, quant
 from dsa_jax.config import preset
@@ -483,6 +483,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{time.perf_counter() - begin:.0f} s")
+    verdicts.end(f"{row['op']} {row['shape']} {row['variant']}" for row in results if row["check"] != "ok")
 
 
 if __name__ == "__main__":

@@ -29,15 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from benchmarks import rates, xla
+from benchmarks import rates, verdicts, xla
 from benchmarks.paged_logits import HEAD_DIM, ContextProblem, difference
 from benchmarks.timing import device_times
+from benchmarks.verdicts import scores_agree
 from dsa_jax import ops, quant
 
 PROBLEMS = ((2048, 32768), (8192, 8192), (8192, 65536))
 """New tokens and keys, the new ones included."""
-BOUND = 5e-6
-"""Largest calc_diff; FP8 products on Hopper keep about 14 bits of their sums."""
 WANTED, WANTED_ON = 1000.0, (8192, 8192)
 """TFLOP/s, and where."""
 SAMPLE, ROUNDS = 64, 8
@@ -112,7 +111,7 @@ def measure(
     row |= timed(program, given)
     time_us = row.get("kernel", row["queued"])
     row |= ceilings.rates(time_us, moved(given, problem), problem.flops, "fp8")
-    good = row["diff"] < BOUND and not row["misplaced"]
+    good = scores_agree(row)
     text = f"{name:25} {'ok' if good else f'BAD {row["misplaced"]}'} {row['diff']:.0e} {time_us:.1f} us"
     text += f" (call {row.get('total', row['queued']):.1f}, queued {row['queued']:.1f}){rates.text(row)}"
     if (problem.tokens, problem.keys) == WANTED_ON and form == "fp8":
@@ -276,6 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except Exception as error:  # the others are worth their turn
                 row |= xla.left_out(row["problem"], f"{type(error).__name__}: {str(error)[:200]}")
             write()
+    compared = [(row["problem"], found) for row in report["rows"] for found in (row, row.get("xla")) if found]
+    verdicts.end(name for name, found in compared if not scores_agree(found))
 
 
 if __name__ == "__main__":

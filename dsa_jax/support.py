@@ -71,7 +71,7 @@ def rows() -> Iterator[tuple[str, str, Kernels]]:
         yield (
             "sparse_mla",
             f"{form} latents",
-            lambda cache=cache, dtype=dtype: gpu.sparse_mla(cache, 128, dtype, 0.1),
+            lambda cache=cache, dtype=dtype: gpu.sparse_mla(cache, 64, 128, dtype, 0.1),
         )
 
 

@@ -110,7 +110,7 @@ def test_the_op_runs_each_implementation(form):
     """Through the public signature: all implementations that claim this card agree with the reference."""
     p = forms.problem(released(form, "v2", 64), 32, 100)
     cache, q, rows = p.cache, p.q, jnp.asarray(p.rows)
-    candidates = gpu.sparse_mla(cache, 32, q.dtype, forms.SOFTMAX_SCALE)
+    candidates = gpu.sparse_mla(cache, len(q), 32, q.dtype, forms.SOFTMAX_SCALE)
     claimed = [c.name for c in candidates if c.supported is not None and support_of(c)]
     assert "triton" in claimed
     assert support.chosen("sparse_mla", candidates, target_device()) == claimed[0] != "xla"
@@ -231,5 +231,5 @@ def test_what_hopper_takes_for_few_heads(form, first):
     if target_device().capability != (9, 0):
         pytest.skip("another card")
     cache = Cache.abstract(released(form, "v2", 64), 8)
-    candidates = gpu.sparse_mla(cache, 16, jnp.bfloat16, 0.1)
+    candidates = gpu.sparse_mla(cache, 64, 16, jnp.bfloat16, 0.1)
     assert support.chosen("sparse_mla", candidates, target_device()) == first

@@ -16,8 +16,9 @@ FEW_ROWS, MANY_ROWS = (32.5, 2**30), (33, 2**27)
 def test_which_attention_is_tried_first(heads, few, form):
     """Triton has few heads of bfloat16; of 656-byte latents it takes 2.5 times as long."""
     first = "triton" if few and form == "bf16" else "mosaic"
-    facts = {"form": form, "heads": heads}
-    assert tuning.choose("sparse_mla", tuning.Preference, facts, cases.CARD) == tuning.Preference(first)
+    for tokens in (1, 64, 4096):
+        facts = {"form": form, "tokens": tokens, "heads": heads}
+        assert tuning.choose("sparse_mla", tuning.Preference, facts, cases.CARD) == tuning.Preference(first)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,8 @@ def every_choice():
             for module in (sparse_mla_mosaic, sparse_mla_triton):
                 module.default_config(card, form, tokens=64, heads=128, keys=2048)
             for heads in (16, 128):
-                tuning.choose("sparse_mla", tuning.Preference, {"form": form, "heads": heads}, card)
+                facts = {"form": form, "tokens": 64, "heads": heads}
+                tuning.choose("sparse_mla", tuning.Preference, facts, card)
     for form, tokens in itertools.product(INDEX_FORMS, (64, 8192)):
         append_triton.default_config(form, tokens=tokens, row_bytes=512)
     for form, tokens in itertools.product(KEY_FORMS, (64, 8192)):

@@ -256,7 +256,9 @@ def topk_indices(k: int) -> tuple[Candidate, ...]:
     return candidate("mosaic"), candidate("triton")
 
 
-def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Array) -> tuple[Candidate, ...]:
+def sparse_mla(
+    cache: Cache, tokens: int, heads: int, dtype: Any, softmax_scale: float | Array
+) -> tuple[Candidate, ...]:
     """Attention over gathered rows. wgmma computes 64 heads, wanted or not."""
     layout = cache.layout
 
@@ -298,7 +300,8 @@ def sparse_mla(cache: Cache, heads: int, dtype: Any, softmax_scale: float | Arra
 
         return Candidate(name, run, supported, KERNELS[f"sparse_mla_{name}"].config_type)
 
-    first = choose("sparse_mla", Preference, {"form": layout.key_form, "heads": heads}).first
+    facts = {"form": layout.key_form, "tokens": tokens, "heads": heads}
+    first = choose("sparse_mla", Preference, facts).first
     return tuple(candidate(name) for name in _order(first))
 
 

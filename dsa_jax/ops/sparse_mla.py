@@ -65,7 +65,7 @@ def sparse_mla(
     )
     check_layer("sparse_mla", cache, layer, Role.KEY)
     candidates = (
-        *gpu.sparse_mla(cache, q.shape[1], q.dtype, softmax_scale),
+        *gpu.sparse_mla(cache, q.shape[0], q.shape[1], q.dtype, softmax_scale),
         Candidate("xla", xla.sparse_mla),
     )
     arguments = (q, cache, layer, rows, softmax_scale, key_scale)

@@ -96,7 +96,7 @@ KERNELS = {
     ),
     "topk_mosaic": Kernel("topk_mosaic", "Config", _TOPK),
     "topk_triton": Kernel("topk_triton", "Config", (*_TOPK, "k", "programs_per_core")),
-    "sparse_mla": Kernel("tuning", "Preference", ("form", "heads"), KEY_FORMS),
+    "sparse_mla": Kernel("tuning", "Preference", ("form", "tokens", "heads"), KEY_FORMS),
     "sparse_mla_mosaic": Kernel("sparse_mla_mosaic", "Config", _ATTENTION, KEY_FORMS),
     "sparse_mla_triton": Kernel("sparse_mla_triton", "Config", _ATTENTION, KEY_FORMS),
 }

@@ -66,7 +66,7 @@ class Problem:
 
     def run(self, layer=1, key_scale=None) -> tuple[jax.Array, jax.Array]:
         """The kernel, by the candidate that the op would ask."""
-        candidates = gpu.sparse_mla(self.cache, self.q.shape[1], self.q.dtype, SOFTMAX_SCALE)
+        candidates = gpu.sparse_mla(self.cache, *self.q.shape[:2], self.q.dtype, SOFTMAX_SCALE)
         (triton,) = (candidate for candidate in candidates if candidate.name == "triton")
         key_scale = self.key_scale if key_scale is None else key_scale
         return triton.run(self.q, self.cache, layer, jnp.asarray(self.rows), SOFTMAX_SCALE, key_scale)
@@ -209,7 +209,7 @@ def test_a_nan_that_was_selected_is_not_hidden(form):
 
 def triton_of(form: str, dtype):
     cache = Cache.abstract(layout_of(form, page_size=64), 2)
-    (found,) = (c for c in gpu.sparse_mla(cache, 128, dtype, SOFTMAX_SCALE) if c.name == "triton")
+    (found,) = (c for c in gpu.sparse_mla(cache, 3, 128, dtype, SOFTMAX_SCALE) if c.name == "triton")
     return found
 
 
@@ -225,6 +225,6 @@ def test_every_form_but_float32_has_a_kernel_on_every_card(form, capability):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_float32_latents_are_the_reference_s(dtype):
     """A kernel for them took 3.3 times as long as the reference: see benchmarks/RESULTS.md."""
-    for candidate in gpu.sparse_mla(Cache.abstract(layout_of("f32"), 2), 128, dtype, SOFTMAX_SCALE):
+    for candidate in gpu.sparse_mla(Cache.abstract(layout_of("f32"), 2), 3, 128, dtype, SOFTMAX_SCALE):
         with pytest.raises(NotImplementedError, match="faster by the reference|not f32"):
             candidate.supported(Device("gpu", "a card", (9, 0), 132))

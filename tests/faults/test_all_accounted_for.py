@@ -76,11 +76,8 @@ PENDING = {
 PARTLY = {
     "B01": "address arithmetic alone; on both sides of 2 and 4 GiB, contracts/test_triton_offsets.py reads the traced "
     "programs, and reads and writes need a card: test_forms_gpu.py and contracts/test_limits_*.py::test_b01_*",
-    "B13": "one writer exists; byte-equal pages of several writers follow with the kernels",
-    "B19": "rows alone and among others; merging column chunks and ranks follow with context parallelism",
     "B27": "translation of tables alone; there is no host tier yet",
     "B29": "copies of host arrays; overlapping steps on a card follow with the asynchronous engine",
-    "B34": "(a) to (d); (e), a device without tokens, follows with meshes",
     "B62": "layouts of stages; running two stages follows with pipeline meshes",
 }
 """Scenarios of which some part waits."""

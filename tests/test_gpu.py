@@ -85,10 +85,17 @@ def query(form, values, weights):
     return codes, weights * scale
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+PAGED = [("v2", 64, 1, 64), ("v1", 64, 2, 64), ("v2", 32, 3, 32), ("v2", 128, 6, 64), ("v2", 64, 8, 32)]
+ONLY_TRITON = [("v1", 256, 4, 128), ("v2", 16, 8, 16), ("v2", 256, 1, 16), ("v1", 16, 3, 128)]
+"""Pages and heads that None leaves to Triton on every card."""
+
+
 @pytest.mark.parametrize(
-    ("manager", "page_size", "next_n", "heads"),
-    [("v2", 64, 1, 64), ("v1", 64, 2, 64), ("v2", 32, 3, 32), ("v2", 128, 6, 64), ("v2", 64, 8, 32)],
+    ("implementation", "manager", "page_size", "next_n", "heads"),
+    [
+        *((kernel, *shape) for kernel in ("mosaic", "triton") for shape in PAGED),
+        *((kernel, *shape) for kernel in ("triton", None) for shape in ONLY_TRITON),
+    ],
 )
 def test_paged_logits(implementation, manager, page_size, next_n, heads):
     cache, meta, q, weights = decode_case(manager, page_size, next_n, heads)

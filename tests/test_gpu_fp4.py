@@ -46,6 +46,24 @@ def check(got, expected) -> None:
     ids=str,
 )
 def test_kernels(name, shape, far):
+    check_kernel(name, shape, far)
+
+
+@pytest.mark.parametrize(
+    ("shape", "far"),
+    [
+        (dict(n=4, heads=128, page_size=256, width=2), (NEAR, FAR)),
+        (dict(n=8, heads=16, page_size=16, width=17), (FAR, FAR)),
+        (dict(n=1, heads=16, page_size=256, width=2), (FAR, NEAR)),
+        (dict(n=3, heads=128, page_size=16, width=17), (NEAR, NEAR)),
+    ],
+    ids=str,
+)
+def test_pages_and_heads_of_triton_alone(shape, far):
+    check_kernel("triton", shape, far)
+
+
+def check_kernel(name, shape, far):
     """Ragged requests, near and far exponents: right, and the same bits 20 times."""
     module, whole = KERNELS[name], shape["width"] * shape["page_size"]
     try:

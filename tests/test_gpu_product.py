@@ -21,31 +21,32 @@ pytestmark = [pytest.mark.gpu, pytest.mark.full]
 
 NEXT_N, PAGE_SIZES = range(1, 9), (32, 64, 128)
 KERNELS, MANAGERS = ("mosaic", "triton"), ("v1", "v2")
+SCORES = [
+    *itertools.product(KERNELS, PAGE_SIZES, (32, 64)),
+    *(("triton", *s) for s in itertools.product((16, 256), (16, 32, 64, 128))),
+    *(("triton", *s) for s in itertools.product(PAGE_SIZES, (16, 128))),
+]
+"""Kernel, page size and heads; Triton takes more of both."""
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(("implementation", "page_size", "heads"), SCORES)
 @pytest.mark.parametrize("next_n", NEXT_N)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_scores_of_fp8_keys(implementation, manager, page_size, next_n, heads):
     test_gpu.test_paged_logits(implementation, manager, page_size, next_n, heads)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(("name", "page_size", "heads"), SCORES)
 @pytest.mark.parametrize("next_n", NEXT_N)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("far", list(itertools.product((NEAR, FAR), repeat=2)), ids=str)
 def test_scores_of_fp4_keys(name, heads, next_n, page_size, far):
     shape = dict(n=next_n, heads=heads, page_size=page_size, width=256 // page_size + 1)
-    test_gpu_fp4.test_kernels(name, shape, far)
+    test_gpu_fp4.check_kernel(name, shape, far)
 
 
-@pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("implementation", "page_size", "heads"), SCORES)
 @pytest.mark.parametrize("manager", MANAGERS)
-@pytest.mark.parametrize(("implementation", "form"), list(itertools.product(KERNELS, ["fp8", "fp4"])))
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
 def test_scores_of_contexts(implementation, form, manager, page_size, heads):
     test_gpu_scores.test_contexts(implementation, form, page_size, heads, manager, len(test_gpu_scores.EVERY))
 
@@ -80,7 +81,7 @@ def test_append_and_gather(manager, index, key, page_size, dtype):
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-@pytest.mark.parametrize("form", [form for form in KEY_FORMS if form not in ("bf16", "f32")])
+@pytest.mark.parametrize("form", [form for form in KEY_FORMS if form != "f32"])
 @pytest.mark.parametrize("manager", MANAGERS)
 def test_attention_on_triton(form, manager, page_size, heads):
     if form == "fp8_ds_mla" and page_size != 64:

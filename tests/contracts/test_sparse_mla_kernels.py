@@ -236,11 +236,11 @@ def test_no_queries(kernel):
 
 
 @pytest.mark.parametrize(
-    ("heads", "keys", "splits"),
-    [pytest.param(64, 200, 1, marks=pytest.mark.full), (8, 300, 1), (8, 140, 2)],
+    ("heads", "keys", "page_size", "splits"),
+    [pytest.param(64, 200, 64, 1, marks=pytest.mark.full), (8, 300, 64, 1), (8, 140, 256, 2), (96, 70, 1, 1)],
 )
-def test_mosaic_agrees_with_numpy_without_races(heads, keys, splits):
-    p = problem(2, heads, keys, latent=512, rope=64, page_size=64, seed=keys)
+def test_mosaic_agrees_with_numpy_without_races(heads, keys, page_size, splits):
+    p = problem(2, heads, keys, latent=512, rope=64, page_size=page_size, seed=keys)
     result = run_mosaic(p, splits=splits)
     check(p, result)
     assert not races_found()
@@ -381,6 +381,8 @@ CASE = "contracts.test_sparse_mla_kernels:compiled_case"
         ("sm90", "mosaic", dict(heads=128)),
         ("sm90", "mosaic", dict(heads=16, tokens=1, keys=1000)),
         ("sm90", "mosaic", dict(heads=128, form="fp8_ds_mla")),
+        ("sm90", "mosaic", dict(heads=16, tokens=1, form="fp8_ds_mla")),
+        ("sm90", "mosaic", dict(heads=96, form="fp8_ds_mla")),
         ("sm90", "mosaic", dict(heads=128, config=dict(ahead=64))),
     ],
 )

@@ -50,6 +50,7 @@ TIMED = [
     Problem(*WIDE),
     Problem(*LONG),
     Problem(*ONE),
+    Problem(1, 2048),
     Problem(*BIG, heads=32, new_tokens=2),
     Problem(*BIG, new_tokens=2),
     Problem(*BIG, new_tokens=4),

@@ -72,6 +72,7 @@ SWEEP: list[tuple[Problem | ContextProblem, list[Config]]] = [
     (Problem(*WIDE, new_tokens=2), DOUBLE),
     (Problem(*LONG, new_tokens=2), DOUBLE),
     (Problem(*ONE, new_tokens=2), SHORT),
+    (Problem(1, 2048), SHORT),
     (Problem(*BIG, heads=32), NARROW[:1]),
     (Problem(*BIG, new_tokens=4), STACKED),
     (Problem(*BIG, new_tokens=6), STACKED),

@@ -33,11 +33,11 @@ IMPLEMENTATIONS: dict[str, tuple[Any, ...]] = {
     "to_rows": ("xla",),
     "sparse_mla": ("xla",),
 }
-"""Implementations that every contract test of an op runs under: names, or sequences of names in order of preference. This
-is the only list: kernels join it here.
+"""Implementations that every contract test of an op runs under: names, or sequences of names in order of preference.
 
 Triton kernels run in the interpreter (``contracts/conftest.py``); that of top-k in the full run. Kernels that take
-bfloat16 queries or one form only, and those of Mosaic, have contracts of their own in ``contracts/*_kernels.py``.
+bfloat16 queries or one form only, and those of Mosaic, have contracts of their own: ``contracts/*_kernels.py`` and
+``*_pairs.py`` interpret each of them.
 """
 CARD = describe("gpu", "NVIDIA H200")
 """The card that contracts of kernels stand for."""

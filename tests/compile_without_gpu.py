@@ -71,9 +71,10 @@ OTHER_CARDS = {
     "sm86": _card("NVIDIA A10", 8, 72, 101376, 6, 600, 24, minor=6),
     "sm89": _card("NVIDIA L40", 8, 142, 101376, 96, 864, 48, minor=9),
     "sm103": _card("NVIDIA B300", 10, 148, 232448, 126, 8000, 288, minor=3),
+    "sm120": _card("NVIDIA RTX PRO 6000", 12, 188, 101376, 128, 1792, 96),
 }
-"""Cards that kernels claim by their capability, without a column of the support matrix. The first two have three fifths of
-an A100's shared memory."""
+"""Cards that kernels claim by their capability, without a column of the support matrix. All but the B300 have three fifths
+of an A100's shared memory."""
 
 
 def compile_for(card: str, function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:

@@ -178,14 +178,15 @@ def test_who_is_chosen_on_a_card_of_less_shared_memory():
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("card", "operation", "form"),
-    [(card, *line) for card in ("sm86", "sm89") for line in CHOSEN]
+    [(card, *line) for card in ("sm86", "sm89", "sm120") for line in CHOSEN]
     + [("sm103", "sparse_mla", "bf16 latents")],
 )
 def test_what_other_cards_get_compiles(compile_environment, card, operation, form):
     """Contract 3 for cards that the kernels claim by capability alone: whoever is chosen compiles, ptxas included."""
     case = "contracts.test_matrix:compiled_cell"
     result = compile_case(compile_environment, card, case, operation=operation, form=form)
-    device = describe("gpu", {"sm86": "NVIDIA A10", "sm89": "NVIDIA L40", "sm103": "NVIDIA B300"}[card])
+    names = {"sm86": "A10", "sm89": "L40", "sm103": "B300", "sm120": "RTX PRO 6000"}
+    device = describe("gpu", f"NVIDIA {names[card]}")
     wanted = support.chosen(operation, kernels_of()[operation, form](), device)
     assert "calls" in result, result
     assert wanted == "xla" or any(wanted in call for call in result["calls"]), result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,18 +67,22 @@ def rows_around(page_bytes: int, page_size: int, limit: int) -> list[int]:
     return [1, at - 1, at, at + 1, at + page_size, at + 3 * page_size - 1]
 
 
+WRITERS = pytest.mark.parametrize("implementation", ["triton", "xla"])
+
+
+@WRITERS
 @pytest.mark.parametrize("gibibytes", [2, 4])
 @pytest.mark.parametrize(("index", "page_bytes"), [("fp8", 8192), ("fp4", 4096), ("f32", 32768)])
-def test_index_pools_beyond_int32_bytes(gibibytes, index, page_bytes):
-    """Writes on both sides of 2^31 and 2^32 bytes of the array read back, and no other page changes."""
+def test_index_pools_beyond_int32_bytes(gibibytes, index, page_bytes, implementation):
+    """B01: writes on both sides of 2^31 and 2^32 bytes of the array read back, and no other page changes."""
     layout = form_cases.layout(key="nvfp4", index=index, page_size=64, full=(True,))
     rows = rows_around(page_bytes, 64, gibibytes << 30)
     step = far_step(layout, rows)
     cache = Cache.create(layout, rows[-1] // 64 + 2)
-    cache = jax.jit(ops.append_index_k, donate_argnums=0)(
-        cache, 0, keys := test_forms_ops.normal(TOKENS, 128), step
-    )
-    data, scale = cases.gather_index_k(cache, 0, step)
+    keys = test_forms_ops.normal(TOKENS, 128)
+    append = jax.jit(partial(ops.append_index_k, implementation=implementation), donate_argnums=0)
+    cache = append(cache, 0, keys, step)
+    data, scale = cases.gather_index_k(cache, 0, step, implementation=implementation)
     wanted = numpy_forms.index_entries(keys, index)
     np.testing.assert_array_equal(data, wanted["index_key"])
     if index != "f32":
@@ -88,11 +93,13 @@ def test_index_pools_beyond_int32_bytes(gibibytes, index, page_bytes):
     assert not np.asarray(jnp.any(cache.key)) and not np.asarray(jnp.any(cache.key_scale))
 
 
+@WRITERS
 @pytest.mark.parametrize("gibibytes", [2, 4])
 @pytest.mark.parametrize(
-    ("key", "page_bytes"), [("bf16", 73_728), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768)]
+    ("key", "page_bytes"),
+    [("bf16", 73_728), ("f32", 147_456), ("fp8", 36_864), ("nvfp4", 18_432), ("fp8_ds_mla", 32_768)],
 )
-def test_latent_pools_beyond_int32_bytes(gibibytes, key, page_bytes):
+def test_latent_pools_beyond_int32_bytes(gibibytes, key, page_bytes, implementation):
     """The same for latents, and attention finds them."""
     model = dataclasses.replace(cases.config((True,), 128), kv_lora_rank=512, qk_rope_head_dim=64)
     layout = form_cases.CacheLayout.create(model, key_form=key, index_form="fp4", page_size=64)
@@ -100,7 +107,8 @@ def test_latent_pools_beyond_int32_bytes(gibibytes, key, page_bytes):
     step = far_step(layout, rows)
     latent, rope = form_cases.latents(layout, TOKENS)
     cache = Cache.create(layout, rows[-1] // 64 + 2)
-    cache = jax.jit(ops.append_latent, donate_argnums=0)(cache, 0, latent, rope, step)
+    append = jax.jit(partial(ops.append_latent, implementation=implementation), donate_argnums=0)
+    cache = append(cache, 0, latent, rope, step)
     assert touched(cache, "key") == sorted({row // 64 for row in rows})
     values = numpy_forms.latent_values(numpy_forms.latent_entries(latent, rope, key), key)
     check_attention(cache, np.array(rows, np.int32), values, ops.sparse_mla)

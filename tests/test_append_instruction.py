@@ -29,6 +29,7 @@ def append(form: str, config: append_triton.Config | None = None, interpret: boo
         return run, (k, row, pages(128), jnp.zeros((1, TOKENS)))
     pools = {
         "fp8": (pages(576),),
+        "nvfp4": (pages(288), pages(36)),
         "fp8_ds_mla": (pages(512), pages(4, jnp.float32), pages(64, jnp.bfloat16)),
     }[form]
     places: dict = dict(page_scales=(1,) * len(pools), layer_offsets=(0,) * len(pools))
@@ -65,6 +66,13 @@ def test_a_card_without_it_is_refused(monkeypatch, form):
     monkeypatch.setattr(append_triton, "target_device", lambda: A100)
     with pytest.raises(NotImplementedError, match="fp8_instruction is True; NVIDIA A100 .sm80. has no such"):
         traced(form, append_triton.Config(4, fp8_instruction=True))
+
+
+def test_a_form_without_it_does_not_ask(monkeypatch):
+    """NVFP4's codes and those of its scales are made of integers, on a card with the instruction as well."""
+    for card in (A100, cases.CARD):
+        monkeypatch.setattr(append_triton, "target_device", lambda card=card: card)
+        assert INSTRUCTION not in traced("nvfp4", append_triton.Config(4, fp8_instruction=True))
 
 
 def test_a_number_is_no_answer():

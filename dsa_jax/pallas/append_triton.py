@@ -2,8 +2,8 @@
 
 A token's destination is its row `slot * T + offset`; its page is `slot * page_scale + layer_offset`. Rows below 0, and
 rows whose page does not exist, write nothing. FP8 codes are made by the card's instruction or, where it has none (sm80),
-with integer arithmetic on the float's bits, as FP4 codes are everywhere. What the storage forms look like is in
-append_parts.py.
+with integer arithmetic on the float's bits, as FP4 codes and NVFP4's scales are everywhere. What the storage forms look
+like is in append_parts.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Config:
     Attributes:
         block: most tokens of a program, a power of two; a step of fewer takes smaller programs.
         warps: warps of a program.
-        fp8_instruction: make FP8 codes with the card's instruction, instead of integer arithmetic; None does so where there
-            is one, from compute capability 8.9 on.
+        fp8_instruction: make the codes of FP8 keys and latents with the card's instruction, instead of integer arithmetic;
+            None does so where there is one, from compute capability 8.9 on. Other forms do not ask.
     """
 
     block: int
@@ -110,7 +110,7 @@ def append_index_k(
     elif form == "fp4":
         part = parts_of.Fp4IndexPart(*arguments, tie_rule)
     else:
-        part = parts_of.Fp8IndexPart(*arguments, _arithmetic(config, interpret), scale_rule)
+        part = parts_of.Fp8IndexPart(*arguments, _arithmetic(config, interpret, form), scale_rule)
     keys, *scales_written = part.result(_launch("append_index_k", rows, [part], config, interpret)[0])
     return keys, scales_written[0] if scales_written else None
 
@@ -186,7 +186,7 @@ def append_latent_codes(
     scale = [] if key_scale is None else [jnp.asarray(key_scale, jnp.float32).reshape(1)]
     form = {1: "fp8", 2: "nvfp4", 3: "fp8_ds_mla"}[len(pools)]
     config = config or _config_of(pools[0], rows, form, latent=True)
-    numbers = _arithmetic(config, interpret)
+    numbers = _arithmetic(config, interpret, form)
     if form == "fp8":
         part = parts_of.Fp8LatentPart([latent, k_rope, *scale], pools, places, numbers)
     elif form == "nvfp4":
@@ -236,7 +236,7 @@ def append_both(
     config = _config_of(pages, rows, _float_form(pages), latent=True)
     config = dataclasses.replace(config, block=min(config.block, _config_of(keys, rows, "fp8").block))
     index_places = [Place(index_scale, index_offset)] * 2
-    numbers = _arithmetic(config, interpret)
+    numbers = _arithmetic(config, interpret, "fp8")
     index = parts_of.Fp8IndexPart([k], [keys, scales], index_places, numbers, scale_rule)
     latents = parts_of.FloatPart([latent, k_rope], [pages], [Place(key_scale, key_offset)])
     index_written, latents_written = _launch("append_both", rows, [index, latents], config, interpret)
@@ -255,15 +255,15 @@ def _config_of(pool: Array, rows: Array, form: str, latent: bool = False) -> Con
     return default_config(form, tokens=rows.shape[0], row_bytes=row_bytes, latent=latent)
 
 
-def _arithmetic(config: Config, interpret: bool) -> Arithmetic:
-    """The configuration's, or the card's.
+def _arithmetic(config: Config, interpret: bool, form: str) -> Arithmetic:
+    """The configuration's, or the card's; codes of NVFP4, and of its scales, are made of integers everywhere.
 
     Raises:
         NotImplementedError: FP8 codes shall be made by an instruction that the card does not have.
     """
     device = target_device()
     able = device.capability is None or device.capability >= (8, 9)
-    if config.fp8_instruction and not able:
+    if config.fp8_instruction and not able and form != "nvfp4":
         raise NotImplementedError(
             f"append (Triton): fp8_instruction is True; {device} has no such instruction: it takes compute capability "
             "8.9 or more. Leave it None."

@@ -104,6 +104,8 @@ def paged_logits_decode(
     packed, powers = q
     requests, n, heads, _ = packed.shape
     page_size = keys.shape[1]
+    if not requests:
+        return jnp.zeros((0, page_table.shape[1] * page_size), dtype)
     config = config or _default(page_table, n, heads=heads, page_size=page_size)
     if config.stages is None:
         config = dataclasses.replace(config, stages=stages_for(n * heads, config))

@@ -148,6 +148,8 @@ def paged_logits_decode(
     FP4 keys are ``uint8[P, T, 64]`` packed codes with ``int32[P, T]`` scales, four UE8M0 bytes each; their q is the pair
     ``(uint8[R, n, H, 64], int32[R, n, H])`` of the same.
     """
+    if not weights.shape[0]:
+        return jnp.zeros((0, page_table.shape[1] * keys.shape[1]), dtype)
     rows, flat = weights.shape[1], lambda x: x.reshape(-1, *x.shape[2:])
     return score_groups(
         jax.tree.map(flat, q), flat(weights), keys, scales, page_table, limits.reshape(-1),

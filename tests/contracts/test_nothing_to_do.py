@@ -22,7 +22,14 @@ from dsa_jax import ops
 from dsa_jax.layout import CacheLayout
 from dsa_jax.metadata import Bucket, Step, StepMetadata
 from dsa_jax.ops import dispatch
-from dsa_jax.pallas import paged_logits_mosaic, sparse_mla_mosaic, sparse_mla_triton
+from dsa_jax.pallas import (
+    many_rows_fp4_mosaic,
+    paged_logits_fp4_mosaic,
+    paged_logits_mosaic,
+    paged_logits_triton,
+    sparse_mla_mosaic,
+    sparse_mla_triton,
+)
 from interpreted import INTERPRETED
 
 RUNS = {
@@ -82,6 +89,32 @@ def test_no_rows_at_all(name):
     """K of 0, which the reference takes."""
     p = problem(2, 16)
     nothing(attend(name, p, rows=jnp.zeros((2, 0), jnp.int32)))
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+@pytest.mark.parametrize("mosaic", [False, True])
+@pytest.mark.parametrize("context", [False, True])
+def test_kernels_of_scores_without_tokens(form, mosaic, context):
+    """B34, (c) and (d), of each kernel by itself: an array of the width of two pages, without rows."""
+    module: Any = paged_logits_triton
+    if mosaic:
+        module = (
+            paged_logits_mosaic
+            if form == "fp8"
+            else many_rows_fp4_mosaic
+            if context
+            else paged_logits_fp4_mosaic
+        )
+    lead = (0,) if context else (0, 2)
+    codes, dtype = (128, jnp.float32) if form == "fp8" else (64, jnp.int32)
+    q: Any = jnp.zeros((*lead, 64, codes), jnp.uint8)
+    q = q if form == "fp8" else (q, jnp.zeros((*lead, 64), jnp.int32))
+    stored = jnp.zeros((4, 64, codes), jnp.uint8), jnp.zeros((4, 64), dtype)
+    table, rows = jnp.zeros((3 if context else 0, 2), jnp.int32), jnp.zeros(lead, jnp.int32)
+    facts = (rows, rows) if context else (rows,)
+    score = module.paged_logits_prefill if context else module.paged_logits_decode
+    got = score(q, jnp.zeros((*lead, 64)), *stored, table, *facts, page_scale=1, layer_offset=0)
+    assert got.shape == (0, 128)
 
 
 @pytest.fixture

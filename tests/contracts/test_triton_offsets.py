@@ -104,7 +104,7 @@ def test_appended_latents(form):
 def test_attention(form):
     cache = cache_of(layout_of(key=form), "key")
     q = S((4, 16, 576), jnp.bfloat16)
-    attend = triton(gpu.sparse_mla(cache, 3, 16, q.dtype, 0.1))
+    attend = triton(gpu.sparse_mla(cache, 4, 16, q.dtype, 0.1))
     check(lambda q, c, rows: attend(q, c, 0, rows, 0.1, None), q, cache, INT(4, 64))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from benchmarks.verdicts import BOUND
+from benchmarks.verdicts import scores_agree
 
 Row = dict[str, Any]
 
@@ -48,7 +48,7 @@ def at_rate(us: float, reached: float, wanted: float) -> float:
 
 def misses(row: Row) -> bool:
     """Whether scores differ from the float32 reference; rows without a comparison pass."""
-    return not row.get("diff", 0) < BOUND or row.get("misplaced", 0) > 0  # NaN is no agreement
+    return "diff" in row and not scores_agree(row)
 
 
 def scores(data: Row) -> list[Bar]:

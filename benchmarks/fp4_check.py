@@ -401,7 +401,8 @@ def main() -> None:
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             result["checks"].append({"problem": vars(problem), "kernel": kernel, **found})
-            failed += [] if scores_agree(found) else [f"check {problem.name} {kernel}"]
+            if not scores_agree(found):
+                failed.append(f"check {problem.name} {kernel}")
             print(f"check {problem.name} T{problem.page_size} {kernel}: {found}", flush=True)
         for problem, programs, checkers in runs:
             measure = functools.partial(time_problem, problem, programs, checkers, options.rounds, ceilings)

@@ -314,7 +314,8 @@ def main() -> None:
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             result["checks"].append({"problem": vars(problem), **found})
-            failed += [] if scores_agree(found) else [f"check {problem.name}"]
+            if not scores_agree(found):
+                failed.append(f"check {problem.name}")
             print(f"check {problem.name} T{problem.page_size}: {found}", flush=True)
         for (problem, configs), (futures, checker) in zip(timed, built, strict=True):
             if late():

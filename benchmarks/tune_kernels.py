@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import fp4_check, kernel_check, paged_logits, sparse_mla_check, topk_append_check
+from benchmarks.verdicts import scores_agree
 from dsa_jax import Cache, CacheLayout
 from dsa_jax.compat import Device, target_device
 from dsa_jax.config import preset
@@ -32,7 +33,6 @@ from dsa_jax.pallas import (
 )
 
 Shape = dict[str, Any]
-_BOUND = 5e-6
 _SETS = 64
 """Most sets of arguments that calls go through; those of small problems exceed the L2 cache with as many."""
 
@@ -100,6 +100,14 @@ def _decode_fact(shape: Shape) -> Shape:
     return {name: shape[name] for name in _DECODE_FACTS}
 
 
+def _compared(got: Any, want: Any) -> str:
+    """What a check of scores says."""
+    diff, misplaced = paged_logits.difference(got, want)
+    found = {"diff": float(diff), "misplaced": int(misplaced)}
+    wrong = f"WRONG: difference {found['diff']:.1e}, {found['misplaced']} columns misplaced"
+    return "ok" if scores_agree(found) else wrong
+
+
 def _scored(module: Any, reference: Callable, arrays: tuple, tables: list, limits, q: Callable) -> Problem:
     """A decode problem; the plan of the work is made in the call, and its time does not count."""
     options: dict = dict(page_scale=1, layer_offset=0)
@@ -113,9 +121,7 @@ def _scored(module: Any, reference: Callable, arrays: tuple, tables: list, limit
         return run
 
     def check(program: Callable) -> str:
-        diff, misplaced = paged_logits.difference(program(*arrays, tables[0], limits), want)
-        good = float(diff) < _BOUND and not int(misplaced)
-        return "ok" if good else f"WRONG: difference {float(diff):.1e}, {int(misplaced)} columns misplaced"
+        return _compared(program(*arrays, tables[0], limits), want)
 
     arguments = [(*arrays, table, limits) for table in tables[:_SETS]]
     return Problem(call, arguments, check, "paged_mqa_logits")
@@ -145,9 +151,7 @@ def _prefill_problem(shape: Shape) -> Problem:
         )
 
     def check(program: Callable) -> str:
-        diff, misplaced = paged_logits.difference(program(*arguments[0]), want)
-        good = float(diff) < _BOUND and not int(misplaced)
-        return "ok" if good else f"WRONG: difference {float(diff):.1e}, {int(misplaced)} columns misplaced"
+        return _compared(program(*arguments[0]), want)
 
     arguments = [(q, weights, keys, scales, table, owners, limits) for table in tables]
     return Problem(call, arguments, check, "paged_mqa_logits")

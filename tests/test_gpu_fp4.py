@@ -33,37 +33,28 @@ def check(got, expected) -> None:
     assert 1 - 2 * (a * b).sum() / (a * a + b * b).sum() < 5e-6
 
 
-@pytest.mark.parametrize("name", KERNELS)
+BOTH = [
+    (dict(n=1, heads=64, page_size=64, width=5), (NEAR, NEAR)),
+    (dict(n=2, heads=32, page_size=32, width=9), (NEAR, NEAR)),
+    (dict(n=3, heads=64, page_size=128, width=3), (FAR, NEAR)),
+    (dict(n=1, heads=32, page_size=64, width=5), (NEAR, FAR)),
+    (dict(n=8, heads=64, page_size=64, width=5), (FAR, FAR)),
+]
+ONLY_TRITON = [
+    (dict(n=4, heads=128, page_size=256, width=2), (NEAR, FAR)),
+    (dict(n=8, heads=16, page_size=16, width=17), (FAR, FAR)),
+    (dict(n=1, heads=16, page_size=256, width=2), (FAR, NEAR)),
+    (dict(n=3, heads=128, page_size=16, width=17), (NEAR, NEAR)),
+]
+"""Pages and heads that Mosaic does not take."""
+
+
 @pytest.mark.parametrize(
-    ("shape", "far"),
-    [
-        (dict(n=1, heads=64, page_size=64, width=5), (NEAR, NEAR)),
-        (dict(n=2, heads=32, page_size=32, width=9), (NEAR, NEAR)),
-        (dict(n=3, heads=64, page_size=128, width=3), (FAR, NEAR)),
-        (dict(n=1, heads=32, page_size=64, width=5), (NEAR, FAR)),
-        (dict(n=8, heads=64, page_size=64, width=5), (FAR, FAR)),
-    ],
+    ("name", "shape", "far"),
+    [*((name, *case) for name in KERNELS for case in BOTH), *(("triton", *case) for case in ONLY_TRITON)],
     ids=str,
 )
 def test_kernels(name, shape, far):
-    check_kernel(name, shape, far)
-
-
-@pytest.mark.parametrize(
-    ("shape", "far"),
-    [
-        (dict(n=4, heads=128, page_size=256, width=2), (NEAR, FAR)),
-        (dict(n=8, heads=16, page_size=16, width=17), (FAR, FAR)),
-        (dict(n=1, heads=16, page_size=256, width=2), (FAR, NEAR)),
-        (dict(n=3, heads=128, page_size=16, width=17), (NEAR, NEAR)),
-    ],
-    ids=str,
-)
-def test_pages_and_heads_of_triton_alone(shape, far):
-    check_kernel("triton", shape, far)
-
-
-def check_kernel(name, shape, far):
     """Ragged requests, near and far exponents: right, and the same bits 20 times."""
     module, whole = KERNELS[name], shape["width"] * shape["page_size"]
     try:

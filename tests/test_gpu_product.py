@@ -41,7 +41,7 @@ def test_scores_of_fp8_keys(implementation, manager, page_size, next_n, heads):
 @pytest.mark.parametrize("far", list(itertools.product((NEAR, FAR), repeat=2)), ids=str)
 def test_scores_of_fp4_keys(name, heads, next_n, page_size, far):
     shape = dict(n=next_n, heads=heads, page_size=page_size, width=256 // page_size + 1)
-    test_gpu_fp4.check_kernel(name, shape, far)
+    test_gpu_fp4.test_kernels(name, shape, far)
 
 
 @pytest.mark.parametrize(("implementation", "page_size", "heads"), SCORES)

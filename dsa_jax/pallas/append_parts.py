@@ -80,12 +80,19 @@ class FloatPart(Part):
         _store_side_by_side(values, pools[0], spots[0])
 
 
-class Fp8IndexPart(Part):
+class CodedPart(Part):
+    """A form whose codes are computed as the card, or the interpreter, can."""
+
+    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
+        super().__init__(inputs, pools, places)
+        self._arithmetic = arithmetic
+
+
+class Fp8IndexPart(CodedPart):
     """Indexer keys in FP8: one scale a vector."""
 
     def __init__(self, inputs, pools, places, arithmetic: Arithmetic, rule: ScaleRule):
-        super().__init__(inputs, pools, places)
-        self._arithmetic = arithmetic
+        super().__init__(inputs, pools, places, arithmetic)
         self._rule: ScaleRule = rule
 
     def read(self, inputs, token, exists):
@@ -119,12 +126,8 @@ class Fp4IndexPart(Part):
         pltriton.store(pools[1].at[scale_at.page, scale_at.offset], pack_words(scales), mask=scale_at.mask)
 
 
-class Fp8LatentPart(Part):
+class Fp8LatentPart(CodedPart):
     """Latent and rotary key in FP8; a third input is the scale of all tokens, 1 without it."""
-
-    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
-        super().__init__(inputs, pools, places)
-        self._arithmetic = arithmetic
 
     def read(self, inputs, token, exists):
         """Vectors as they are, and the scale if there is one."""
@@ -141,12 +144,8 @@ class Fp8LatentPart(Part):
             first += x.shape[1] // 4
 
 
-class NvFp4LatentPart(Part):
+class NvFp4LatentPart(CodedPart):
     """Latent and rotary key in NVFP4: an e4m3 scale for 16 elements, in a pool of its own, and one scale for all tokens."""
-
-    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
-        super().__init__(inputs, pools, places)
-        self._arithmetic = arithmetic
 
     def read(self, inputs, token, exists):
         """Four groups under the scales of a word, of eight elements a word, and the scale of all."""
@@ -168,12 +167,8 @@ class NvFp4LatentPart(Part):
             scale_words += x.shape[1]
 
 
-class DsMlaLatentPart(Part):
+class DsMlaLatentPart(CodedPart):
     """The 656-byte token: FP8 latents with a scale for 128 elements, the rotary key in bfloat16."""
-
-    def __init__(self, inputs, pools, places, arithmetic: Arithmetic):
-        super().__init__(inputs, pools, places)
-        self._arithmetic = arithmetic
 
     def read(self, inputs, token, exists):
         """Tiles, and the rotary key as it is."""
